@@ -1,0 +1,127 @@
+"""Runs any function on N gloo processes, on a laptop.
+
+``run(func, world_size, *args)`` calls ``func(rank, world_size, *args)`` in a pool of worker processes that is kept between
+tests (importing torch in a new process costs seconds), with a fresh default process group each time, and returns the
+results by rank. An exception on any rank is raised here with that rank's stack trace; a worker that died or hung is
+replaced, so one broken test does not take the next one with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+
+def run(func: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
+    """Calls ``func(rank, world_size, *args)`` on every rank and returns the results by rank.
+
+    Raises:
+        AssertionError: a rank raised (its stack trace is in the message), died, or did not answer in time.
+    """
+    return _POOL.run(func, world_size, args, timeout_seconds)
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.connection, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child,), daemon=True)
+        self.process.start()
+        child.close()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+
+    def run(self, func: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_seconds: float) -> list[Any]:
+        while len(self.workers) < world_size:
+            self.workers.append(_Worker())
+        team = self.workers[:world_size]
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            for rank, worker in enumerate(team):
+                worker.connection.send((func, rank, world_size, store, args, timeout_seconds))
+            results, failure = self._collect(team, timeout_seconds)
+        if failure:
+            self._replace(team)
+            raise AssertionError(failure)
+        return results
+
+    def _collect(self, team: list[_Worker], timeout_seconds: float) -> tuple[list[Any], str]:
+        results: list[Any] = [None] * len(team)
+        pending = {worker.connection: rank for rank, worker in enumerate(team)}
+        failures: list[str] = []
+        while pending:
+            # after the first failure the others are most likely stuck in a collective: give them a moment, no more
+            ready = wait(list(pending), timeout=2.0 if failures else timeout_seconds)
+            if not ready:
+                failures.append(f"ranks {sorted(pending.values())} did not answer within {timeout_seconds:.0f} s")
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                try:
+                    ok, value = connection.recv()
+                except EOFError:
+                    failures.append(f"rank {rank} died")
+                    continue
+                if ok:
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank} raised:\n{value}")
+        return results, "\n".join(failures)
+
+    def _replace(self, team: list[_Worker]) -> None:
+        for worker in team:
+            worker.stop()
+            self.workers.remove(worker)
+
+    def close(self) -> None:
+        self._replace(list(self.workers))
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            func, rank, world_size, store, args, timeout_seconds = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            connection.send((True, _call(func, rank, world_size, store, args, timeout_seconds)))
+        except BaseException:  # noqa: BLE001 - everything a test raises goes back to the test
+            connection.send((False, traceback.format_exc()))
+
+
+def _call(
+    func: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...], timeout_seconds: float
+) -> Any:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+    )
+    try:
+        return func(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+_POOL = _Pool()
+atexit.register(_POOL.close)
