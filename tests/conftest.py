@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests say `from distributed import run`
+# tests say `from distributed import run`; worker processes import the test modules as `tests.<room>.<file>`
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
