@@ -1,0 +1,29 @@
+"""The `[observe]` section: what is recorded, and where it goes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Section
+
+
+class ObserveConfig(Section):
+    """What is recorded, and where it goes. `metrics.jsonl` in the run folder is always written."""
+
+    log_interval: int = Field(10, ge=1)
+    """Write a line of metrics every so many steps. Other steps never wait for the device."""
+    tensorboard: bool = True
+    wandb_project: str = ""
+    """Weights & Biases project; empty = off. Needs `paceline[wandb]`."""
+    mlflow_experiment: str = ""
+    """MLflow experiment; empty = off. Needs `paceline[mlflow]`."""
+    trackio_project: str = ""
+    """Trackio project; empty = off. Needs `paceline[trackio]`."""
+    flops_convention: Literal["causal", "full"] = "causal"
+    """`causal` counts half of the attention scores, `full` all of them. Recomputation is counted by neither."""
+    peak_tflops: float = Field(0.0, ge=0)
+    """Peak of one device for MFU; 0 = the datasheet's dense figure for this device and precision, if it is known."""
+    progress: Literal["auto", "live", "lines", "none"] = "auto"
+    """What the terminal shows: a live display on a terminal, else a line per logged step."""

@@ -1,0 +1,102 @@
+"""The `[parallel]` section: how the model is spread over ranks, and what is traded for memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Section
+from paceline.errors import ConfigError
+
+RecomputeMode = Literal["none", "selective", "full"]
+
+
+class ParallelConfig(Section):
+    """How the model is spread over ranks, and what is traded for memory."""
+
+    tp: int = Field(1, ge=1)
+    """Tensor parallel: each matrix cut over so many ranks."""
+    pp: int = Field(1, ge=1)
+    """Pipeline parallel: layers cut into so many stages."""
+    cp: int = Field(1, ge=1)
+    """Context parallel: each sequence cut over so many ranks."""
+    ep: int = Field(1, ge=1)
+    """Expert parallel: experts spread over so many ranks."""
+    etp: int = Field(1, ge=1)
+    """Tensor parallel inside an expert."""
+    dp_replicate: int = Field(1, ge=1)
+    """Data parallel with whole copies of the (sharded) state: the outer part of HSDP."""
+    dp_shard: int = Field(0, ge=0)
+    """Data parallel over which the state is sharded, as far as `zero` says; 0 = all ranks that are left."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What is sharded over `dp_shard`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    bucket_mb: int = Field(100, ge=1)
+    """Size of one gradient bucket of the flat engine (zero 0 and 1), in MiB."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are summed over ranks."""
+    accumulate_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are summed over micro-batches."""
+    recompute: RecomputeMode | tuple[RecomputeMode, ...] = "none"
+    """What backward computes again instead of storing: `none`, `selective`, `full`, or one of these for each layer."""
+    compile: bool = False
+    """Compile each block with torch.compile: one graph, used by every layer."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lives in pinned host memory: `optimizer` = masters and moments; `parameters` = also the sharded parameters."""
+
+    @property
+    def engine(self) -> Literal["flat", "fsdp"]:
+        """The data-parallel engine: flat buffers for zero 0 and 1, FSDP2 for 2 and 3."""
+        return "flat" if self.zero <= 1 else "fsdp"
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: tp * pp * cp."""
+        return self.tp * self.pp * self.cp
+
+    def shard_degree(self, world_size: int) -> int:
+        """`dp_shard`, or what is left of `world_size` where it is 0.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the world size.
+        """
+        fixed = self.model_ranks * self.dp_replicate
+        if self.dp_shard == 0 and world_size % fixed == 0:
+            return world_size // fixed
+        if fixed * self.dp_shard == world_size:
+            return self.dp_shard
+        asked = " x ".join(
+            f"{name} {value}"
+            for name, value in (
+                ("tp", self.tp),
+                ("pp", self.pp),
+                ("cp", self.cp),
+                ("dp_replicate", self.dp_replicate),
+                ("dp_shard", self.dp_shard),
+            )  # fmt: skip
+            if value > 1 or name == "dp_shard"
+        )
+        fit = (
+            f"parallel.dp_shard = {world_size // fixed} fits."
+            if world_size % fixed == 0
+            else f"Start {fixed} ranks, or a multiple of it, with parallel.dp_shard = 0."
+        )
+        raise ConfigError(
+            f"the recipe asks for {asked}, which does not make the {world_size} ranks that were started",
+            evidence=f"tp * pp * cp * dp_replicate = {fixed}; times dp_shard it must be the world size.",
+            next_step=f"{fit} dp_shard = 0 takes whatever is left.",
+        )
+
+    def dp_degree(self, world_size: int) -> int:
+        """Ranks that read different data: dp_replicate * dp_shard."""
+        return self.dp_replicate * self.shard_degree(world_size)
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.zero == 3 or self.offload != "parameters":
+            return self
+        raise ConfigError(
+            f"parallel.offload = 'parameters' needs parallel.zero = 3 (it is {self.zero})",
+            evidence="Only sharded parameters can stay in host memory between uses.",
+            next_step="Set parallel.zero = 3, or parallel.offload = 'optimizer'.",
+        )

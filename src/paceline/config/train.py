@@ -1,0 +1,49 @@
+"""The `[train]` section: how much is trained, in which portions and precision."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Section
+from paceline.errors import ConfigError
+
+
+class TrainConfig(Section):
+    """How much is trained, in which portions and precision."""
+
+    steps: int = Field(100, ge=1)
+    """Optimizer steps of the whole run (not of this start)."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Sequences a rank computes at a time."""
+    global_batch_size: int = Field(8, ge=1)
+    """Sequences an optimizer step sees, over all ranks and micro-batches."""
+    seq_len: int = Field(1024, ge=2)
+    """Tokens of a sequence."""
+    precision: Literal["fp32", "bf16", "fp8"] = "bf16"
+    """Precision of matrix products; masters, moments, norms and the loss stay in fp32."""
+    eval_interval: int = Field(0, ge=0)
+    """Evaluate on `data.valid` every so many steps; 0 = only at the end."""
+    eval_steps: int = Field(20, ge=1)
+    """Global batches of one evaluation, fewer if the data ends."""
+    max_skipped_steps: int = Field(3, ge=1)
+    """Stop after so many steps in a row whose loss or gradient was not finite."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """A step with a non-finite loss or gradient is skipped and counted, or ends the run at once."""
+    gc_interval: int = Field(100, ge=0)
+    """Collect Python garbage every so many steps, on all ranks at once; 0 leaves it to Python."""
+    warmup_steps_of_timing: int = Field(2, ge=0)
+    """Steps at the start that throughput figures of the summary leave out."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.global_batch_size % self.micro_batch_size:
+            below = self.global_batch_size // self.micro_batch_size * self.micro_batch_size
+            choices = [value for value in (below, below + self.micro_batch_size) if value > 0]
+            raise ConfigError(
+                f"train.global_batch_size = {self.global_batch_size} is not a multiple of "
+                f"train.micro_batch_size = {self.micro_batch_size}",
+                next_step=f"The nearest global batch sizes are {' and '.join(map(str, choices))}.",
+            )
+        return self
