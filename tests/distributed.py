@@ -1,8 +1,8 @@
 """Runs any function on N gloo processes, on a laptop.
 
-``run(func, world_size, *args)`` calls ``func(rank, world_size, *args)`` in a pool of worker processes that is kept between
-tests (importing torch in a new process costs seconds), with a fresh default process group each time, and returns the
-results by rank. An exception on any rank is raised here with that rank's stack trace; a worker that died or hung is
+``run(func, world_size, *args)`` calls ``func(rank, world_size, *args)`` in a pool of worker processes that is kept
+between tests (importing torch in a new process costs seconds), with a fresh default process group each time, and returns
+the results by rank. An exception on any rank is raised here with that rank's stack trace; a worker that died or hung is
 replaced, so one broken test does not take the next one with it.
 """
 
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,12 +49,14 @@ class _Pool:
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
 
-    def run(self, func: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_seconds: float) -> list[Any]:
+    def run(
+        self, func: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_seconds: float
+    ) -> list[Any]:
         while len(self.workers) < world_size:
             self.workers.append(_Worker())
         team = self.workers[:world_size]
         with tempfile.TemporaryDirectory() as folder:
-            store = os.path.join(folder, "store")
+            store = str(Path(folder) / "store")
             for rank, worker in enumerate(team):
                 worker.connection.send((func, rank, world_size, store, args, timeout_seconds))
             results, failure = self._collect(team, timeout_seconds)
@@ -113,9 +116,15 @@ def _call(
 ) -> Any:
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
     )
     try:
         return func(rank, world_size, *args)

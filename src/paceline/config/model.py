@@ -35,7 +35,7 @@ class RopeScaling(Section):
     beta_slow: float = 1.0
     """yarn: dimensions that turn less often than this are fully interpolated."""
     attention_factor: float = 0.0
-    """yarn: scale of cos and sin; 0 computes 0.1 ln(factor) + 1, or the ratio of the two mscale terms if they are set."""
+    """yarn: scale of cos and sin; 0 computes 0.1 ln(factor) + 1, or the ratio of the two mscale terms if set."""
     mscale: float = 0.0
     """yarn as in DeepSeek: numerator of the attention scale; 0 = not used."""
     mscale_all_dim: float = 0.0
@@ -80,7 +80,7 @@ class MoEConfig(Section):
     z_loss_coef: float = Field(0.0, ge=0)
     """Weight of the mean squared logsumexp of router logits."""
     capacity_factor: float = Field(0.0, ge=0)
-    """0 = dropless. Otherwise an expert takes at most capacity_factor * tokens * top_k / num_experts of a sequence's tokens."""
+    """0 = dropless; otherwise an expert takes at most capacity_factor * tokens * top_k / num_experts of a sequence."""
     eval_capacity_factor: float = Field(0.0, ge=0)
     """The same in evaluation; 0 takes `capacity_factor`."""
     jitter: float = Field(0.0, ge=0, lt=1)

@@ -14,7 +14,7 @@ class OptimConfig(Section):
     """How weights are updated."""
 
     name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """`adamw8bit` keeps moments in 8 bits (torchao); `muon` orthogonalises the updates of matrices, AdamW does the rest."""
+    """`adamw8bit` keeps moments in 8 bits (torchao); `muon` orthogonalises updates of matrices, AdamW does the rest."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(0.0, ge=0)

@@ -31,6 +31,16 @@ class ParallelConfig(Section):
     """Data parallel over which the state is sharded, as far as `zero` says; 0 = all ranks that are left."""
     zero: Literal[0, 1, 2, 3] = 1
     """What is sharded over `dp_shard`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    order: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    """Axes from outermost to innermost: neighbouring ranks differ in the last one."""
+    pipeline_schedule: Literal["1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = "1f1b"
+    """Order of forward and backward passes over the stages."""
+    stages_per_rank: int = Field(1, ge=1)
+    """Model chunks of a pipeline rank (interleaved schedules: 2 or more)."""
+    pipeline_layout: tuple[int, ...] = ()
+    """Layers of each stage; empty = cut by cost."""
+    cp_method: Literal["ring", "ulysses"] = "ring"
+    """Context parallel by passing keys and values around, or by all-to-all over heads."""
     bucket_mb: int = Field(100, ge=1)
     """Size of one gradient bucket of the flat engine (zero 0 and 1), in MiB."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -42,7 +52,7 @@ class ParallelConfig(Section):
     compile: bool = False
     """Compile each block with torch.compile: one graph, used by every layer."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What lives in pinned host memory: `optimizer` = masters and moments; `parameters` = also the sharded parameters."""
+    """What lives in pinned host memory: `optimizer` = masters and moments; `parameters` = also sharded parameters."""
 
     @property
     def engine(self) -> Literal["flat", "fsdp"]:
@@ -67,14 +77,8 @@ class ParallelConfig(Section):
             return self.dp_shard
         asked = " x ".join(
             f"{name} {value}"
-            for name, value in (
-                ("tp", self.tp),
-                ("pp", self.pp),
-                ("cp", self.cp),
-                ("dp_replicate", self.dp_replicate),
-                ("dp_shard", self.dp_shard),
-            )  # fmt: skip
-            if value > 1 or name == "dp_shard"
+            for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")
+            if (value := getattr(self, name)) > 1 or name == "dp_shard"
         )
         fit = (
             f"parallel.dp_shard = {world_size // fixed} fits."

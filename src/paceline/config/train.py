@@ -23,6 +23,12 @@ class TrainConfig(Section):
     """Tokens of a sequence."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
     """Precision of matrix products; masters, moments, norms and the loss stay in fp32."""
+    attention_kernel: Literal["auto", "reference", "sdpa"] = "auto"
+    """`auto` takes the fastest that fits mask and device; `reference` materialises the scores."""
+    loss_kernel: Literal["chunked", "plain"] = "chunked"
+    """`chunked` computes head and loss over slices of the tokens; `plain` materialises all logits."""
+    loss_chunk_tokens: int = Field(2048, ge=1)
+    """Tokens of one slice."""
     eval_interval: int = Field(0, ge=0)
     """Evaluate on `data.valid` every so many steps; 0 = only at the end."""
     eval_steps: int = Field(20, ge=1)
@@ -33,8 +39,6 @@ class TrainConfig(Section):
     """A step with a non-finite loss or gradient is skipped and counted, or ends the run at once."""
     gc_interval: int = Field(100, ge=0)
     """Collect Python garbage every so many steps, on all ranks at once; 0 leaves it to Python."""
-    warmup_steps_of_timing: int = Field(2, ge=0)
-    """Steps at the start that throughput figures of the summary leave out."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
