@@ -1,0 +1,58 @@
+"""A range of elements is cut into few boxes that cover it once, and pieces are views."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.checkpoint.pieces import Box, Piece, ShardedValue, boxes_of_range
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+def test_boxes_cover_the_range_once_in_order(shape, data):
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(start, numel))
+    numbers = torch.arange(numel).view(shape)
+    boxes = boxes_of_range(shape, start, end)
+    found = []
+    for box in boxes:
+        index = tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
+        found += numbers[index].flatten().tolist()
+    assert found == list(range(start, end))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_docstring_example():
+    assert boxes_of_range((4, 3), 2, 8) == [
+        Box(offsets=(0, 2), sizes=(1, 1)),
+        Box(offsets=(1, 0), sizes=(1, 3)),
+        Box(offsets=(2, 0), sizes=(1, 2)),
+    ]
+
+
+def test_scalar_and_empty_ranges():
+    assert boxes_of_range((), 0, 1) == [Box(offsets=(), sizes=())]
+    assert boxes_of_range((), 0, 0) == []
+    assert boxes_of_range((0, 5), 0, 0) == []
+
+
+def test_flat_pieces_are_views_of_the_buffer():
+    flat = torch.zeros(9)
+    value = ShardedValue.from_flat_range(flat, (5, 4), start=6)
+    for piece in value.pieces:
+        piece.tensor.fill_(1)
+    assert flat.tolist() == [1.0] * 9
+    assert value.num_local_bytes == 36
+
+
+def test_a_piece_outside_the_tensor_is_refused():
+    with pytest.raises(AssertionError, match="leaves"):
+        ShardedValue(
+            global_shape=torch.Size([4]), dtype=torch.float32, pieces=(Piece(offsets=(3,), tensor=torch.zeros(2)),)
+        )
