@@ -69,7 +69,7 @@ class StepRecord:
         values = {name: getattr(self, name) for name in RECORD_KEYS}
         clash = values.keys() & self.extra.keys()
         assert not clash, f"extra metrics hide fields of the record: {sorted(clash)}"
-        return {name: _finite(value) for name, value in (values | dict(self.extra)).items()}
+        return {name: _finite(value) for name, value in {**values, **self.extra}.items()}
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> StepRecord:
@@ -83,6 +83,10 @@ RECORD_KEYS = tuple(item.name for item in fields(StepRecord) if item.name != "ex
 
 def _finite(value: Any) -> Any:
     # JSON has no nan and no inf; Python would write them all the same, and other readers stop there
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -233,8 +237,7 @@ class RunFolder:
 
     def write_event(self, kind: EventKind, *, step: int, **facts: Any) -> None:
         """Appends what happened; ``facts`` are plain data. ``time`` is Unix seconds."""
-        clean = {name: _finite(value) for name, value in facts.items()}
-        self._events.append({"event": kind, "step": step, "time": round(time.time(), 3), **clean})
+        self._events.append({"event": kind, "step": step, "time": round(time.time(), 3), **_finite(facts)})
 
     def truncate_metrics(self, step: int) -> int:
         """Removes the records after ``step``, the last one that the resumed checkpoint holds, and returns how many.

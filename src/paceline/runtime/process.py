@@ -139,8 +139,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         value = repr(text) if name in environ else "not set"
         raise LaunchError(
             f"The environment variable {name} is {value}; a whole number is needed.",
-            evidence="Some of a launcher's variables are set (RANK, WORLD_SIZE or SLURM_PROCID), so this one must be too.",
-            next_step=f"Start with torchrun, srun or `paceline train RECIPE --nproc N`, or unset {name} and the others.",
+            evidence="Other variables of a launcher are set (RANK, WORLD_SIZE or SLURM_PROCID), so it must be too.",
+            next_step="Start with torchrun, srun or `paceline train RECIPE --nproc N`, or unset those variables.",
         ) from None
 
 
