@@ -1,0 +1,134 @@
+"""The optimizer of a run: one rule for each kind of parameter, over the engine's main parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.checkpoint.pieces import ShardedValue
+from paceline.config.optim import OptimConfig
+from paceline.optim.adamw import AdamWRule
+from paceline.optim.clip import GradientNorm, gradient_norm
+from paceline.optim.groups import ParameterGroup, describe_groups, parameter_groups
+from paceline.optim.lowbit import AdamW8bitRule
+from paceline.optim.muon import MuonRule
+from paceline.parallel.engine import Engine, MainParameter
+from paceline.parallel.mesh import ParallelMesh
+
+
+class UpdateRule(Protocol):
+    """How some parameters are updated. State exists from the start, laid out like the parameters."""
+
+    def step(self, lr_factor: float, gradients: GradientNorm) -> None:
+        """One update with `lr = group.lr * lr_factor`; nothing at all changes where `gradients.found_inf` is 1."""
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Parameter name -> state name -> tensor laid out like the parameter."""
+
+    def load_state(self, values: Mapping[str, ShardedValue]) -> None:
+        """Called after the pieces of `state()` were filled, with them."""
+
+    @property
+    def step_count(self) -> int: ...
+
+    def set_step_count(self, count: int) -> None: ...
+
+
+class Optimizer:
+    """Updates the main parameters of an engine.
+
+    A step of the trainer is ``engine.reduce_gradients()``, ``norm = optimizer.gradient_norm()``,
+    ``optimizer.step(factor, norm)``, ``engine.publish_weights()``. None of it waits for the device (`adamw8bit` does).
+    """
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        engine: Engine,
+        parameters: Sequence[MainParameter],
+        groups: Sequence[ParameterGroup],
+        rules: Sequence[UpdateRule],
+    ) -> None:
+        self.groups = tuple(groups)
+        self._config = config
+        self._engine = engine
+        self._parameters = tuple(parameters)
+        self._rules = tuple(rules)
+
+    def gradient_norm(self) -> GradientNorm:
+        """Norm, non-finite flag and clipping divisor of the reduced gradients. A collective call."""
+        return gradient_norm(self._parameters, self._engine, self._config.grad_clip)
+
+    def step(self, lr_factor: float, gradients: GradientNorm) -> None:
+        """Clips and updates, or does nothing where `gradients.found_inf` is 1: weights, moments and step count stay.
+
+        Gradients are used as working memory. A collective call with muon.
+
+        Args:
+            lr_factor: `schedule.lr_factor` of this step; multiplies every group's peak rate.
+        """
+        for rule in self._rules:
+            rule.step(lr_factor, gradients)
+
+    def zero_grad(self) -> None:
+        self._engine.zero_gradients()
+
+    def state(self) -> dict[str, ShardedValue]:
+        """`<parameter>/<state>` -> pieces: exp_avg and exp_avg_sq (AdamW, in fp32 also for 8 bits), momentum (Muon).
+
+        To load: fill the pieces, then call `load_state` with them and `set_step_count`.
+        """
+        by_name = {parameter.name: parameter for parameter in self._parameters}
+        return {
+            f"{name}/{key}": by_name[name].pieces(local)
+            for rule in self._rules
+            for name, states in rule.state().items()
+            for key, local in states.items()
+        }
+
+    def load_state(self, values: Mapping[str, ShardedValue]) -> None:
+        """Takes over the pieces of an earlier `state()` that were filled from a checkpoint."""
+        for rule in self._rules:
+            rule.load_state(values)
+
+    @property
+    def step_count(self) -> int:
+        """Updates that were made, without skipped ones. Waits for the device: for checkpoints and logged steps."""
+        return max((rule.step_count for rule in self._rules), default=0)
+
+    def set_step_count(self, count: int) -> None:
+        """The count that bias correction goes on from."""
+        for rule in self._rules:
+            rule.set_step_count(count)
+
+    def describe(self) -> str:
+        """The groups of the whole model with their counts, the same text on every rank."""
+        buffers = {name for name, _ in self._engine.model.named_buffers()}
+        weights = self._engine.weights()
+        shapes = {name: tuple(value.global_shape) for name, value in weights.items() if name not in buffers}
+        return describe_groups(self._config, shapes)
+
+
+def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | None = None) -> Optimizer:
+    """The optimizer of the recipe over `engine.main_parameters()`, its state in place. A collective call with muon.
+
+    Args:
+        mesh: where the engine shards parameters (`dp_shard`), for muon, which needs whole matrices; None = one process.
+
+    Raises:
+        ConfigError: `adamw8bit` without torchao.
+    """
+    parameters = engine.main_parameters()
+    groups = parameter_groups(config, parameters)
+    rules: list[UpdateRule] = []
+    if config.name == "muon":
+        # also on a rank that holds no part of a matrix: it takes part in the exchange
+        matrices = next((group for group in groups if group.rule == "muon"), None)
+        shard_group = mesh["dp_shard"].group if mesh is not None else None
+        rules.append(MuonRule(config, matrices, shard_group, next(engine.model.parameters()).device))
+    rest = [group for group in groups if group.rule != "muon"]
+    if rest:
+        rules.append(AdamW8bitRule(config, rest) if config.name == "adamw8bit" else AdamWRule(config, rest))
+    return Optimizer(config, engine, parameters, groups, rules)
