@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -197,13 +198,11 @@ class IndexedWriter:
 
     def _remove_temporary(self) -> None:
         self._closed = True
-        for file in self._files.values():
-            try:
+        for kind, file in self._files.items():
+            # closing flushes, which fails again on a full disk
+            with suppress(OSError):
                 file.close()
-            except OSError:  # closing flushes, which fails again on a full disk; the file is removed just below
-                continue
-        for path in self._temporary.values():
-            path.unlink(missing_ok=True)
+            self._temporary[kind].unlink(missing_ok=True)
 
 
 _KINDS = ("bin", "idx", "lengths", "documents")
