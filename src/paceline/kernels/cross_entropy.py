@@ -1,0 +1,120 @@
+"""Output head and cross entropy: hidden states in, summed loss and number of predicted tokens out.
+
+Dims: N tokens, C hidden, V vocabulary. Labels of IGNORE_INDEX have no loss and no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# the same value as data.batch.IGNORE_INDEX, which lies on a higher floor; tests/models compares them
+IGNORE_INDEX = -100
+
+
+class HeadLoss(Protocol):
+    """The seam of head and loss: tensor parallel puts a vocabulary-parallel one in its place."""
+
+    def __call__(
+        self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Gives the sum of the token losses (fp32 scalar) and the number of tokens that have one (int64 scalar)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainHeadLoss:
+    """Materialises all logits in fp32: 4 * N * V bytes, and their gradient."""
+
+    def __call__(
+        self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        logits_NV = head_logits(hidden_NC, weight_VC, logit_softcap=logit_softcap).float()
+        loss_sum = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss_sum, (labels_N != IGNORE_INDEX).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedHeadLoss:
+    """Computes logits, loss and both gradients slice by slice already in the forward pass; logits never exist whole.
+
+    The backward pass only multiplies by the incoming gradient. The gradient of the weight is summed over slices in the
+    weight's dtype (each product accumulates in fp32; a slice adds one rounding to bf16 weights, so keep slices large).
+    """
+
+    chunk_tokens: int = 2048
+
+    def __call__(
+        self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        loss_sum = _ChunkedLoss.apply(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap)
+        return loss_sum, (labels_N != IGNORE_INDEX).sum()
+
+
+def head_logits(hidden_NC: Tensor, weight_VC: Tensor, *, logit_softcap: float = 0.0) -> Tensor:
+    """Logits in the dtype of the hidden states; softcap is computed in fp32."""
+    logits_NV = F.linear(hidden_NC, weight_VC)
+    if not logit_softcap:
+        return logits_NV
+    return (logit_softcap * torch.tanh(logits_NV.float() / logit_softcap)).to(logits_NV.dtype)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_tokens: int, logit_softcap: float
+    ) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
+        grad_weight_VC = torch.zeros_like(weight_VC) if wants_weight else None
+        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
+        for start in range(0, hidden_NC.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            loss, grad_logits_nV = _loss_and_gradient(
+                hidden_NC[part], weight_VC, labels_N[part], logit_softcap, wants_hidden or wants_weight
+            )
+            loss_sum += loss
+            if grad_logits_nV is None:
+                continue
+            if grad_hidden_NC is not None:
+                torch.mm(grad_logits_nV, weight_VC, out=grad_hidden_NC[part])
+            if grad_weight_VC is not None:
+                grad_weight_VC.addmm_(grad_logits_nV.T, hidden_NC[part])
+        ctx.gradients = (grad_hidden_NC, grad_weight_VC)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.gradients is not None, (
+            "the chunked loss can be back-propagated once: its gradients are scaled in place"
+        )
+        grad_hidden_NC, grad_weight_VC = ctx.gradients
+        ctx.gradients = None
+        for gradient in (grad_hidden_NC, grad_weight_VC):
+            if gradient is not None:
+                gradient.mul_(grad_output)
+        return grad_hidden_NC, grad_weight_VC, None, None, None
+
+
+def _loss_and_gradient(
+    hidden_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, logit_softcap: float, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Loss of a slice, and its gradient with respect to the logits in the dtype of the hidden states."""
+    logits_nV = (hidden_nC @ weight_VC.T).float()
+    capped_nV = logit_softcap * torch.tanh(logits_nV / logit_softcap) if logit_softcap else logits_nV
+    kept_n1 = (labels_n != IGNORE_INDEX)[:, None]
+    index_n1 = labels_n[:, None].clamp_min(0)
+    lse_n1 = capped_nV.logsumexp(-1, keepdim=True)
+    loss = ((lse_n1 - capped_nV.gather(1, index_n1)) * kept_n1).sum()
+    if not wants_gradient:
+        return loss, None
+    gradient_nV = (capped_nV - lse_n1).exp_()
+    gradient_nV.scatter_add_(1, index_n1, torch.full_like(lse_n1, -1.0))
+    gradient_nV.mul_(kept_n1)
+    if logit_softcap:
+        gradient_nV.mul_(1.0 - (capped_nV / logit_softcap).square())
+    return loss, gradient_nV.to(hidden_nC.dtype)

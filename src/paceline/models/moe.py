@@ -1,0 +1,178 @@
+"""Mixture of experts: router, dispatcher (a seam), experts as stacked matrices, shared experts.
+
+Dims: B sequences, T tokens, N = B * T, K experts a token takes, A = N * K assignments, E experts, C hidden, F width
+of an expert, M input matrices of an expert (2 if gated: gate, up).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config.model import FeedForwardSpec, MoESpec
+from paceline.kernels.grouped_gemm import grouped_gemm
+from paceline.models.feed_forward import FeedForward, activation_function
+from paceline.models.router import Router
+
+
+class BlockExtras(NamedTuple):
+    """What an expert layer says beside its output. Returned, never stored, so that a block can be recomputed."""
+
+    aux_loss: Tensor
+    """fp32 scalar, with gradient: router losses summed over sequences, coefficients included."""
+    load: Tensor
+    """int64 [E], tokens that chose each expert."""
+    dropped: Tensor
+    """int64 scalar, assignments dropped for lack of capacity."""
+
+
+class Dispatched(NamedTuple):
+    """Rows brought to their experts, sorted by expert."""
+
+    rows: Tensor
+    """[A, C]."""
+    weights: Tensor
+    """[A], in the order of the rows."""
+    counts: Tensor
+    """[E] rows of each (local) expert."""
+    route: Any
+    """What `combine` of the same dispatcher needs to bring rows back."""
+
+
+class TokenDispatcher(Protocol):
+    """The seam of expert parallelism: brings tokens to experts and their outputs back."""
+
+    def dispatch(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor, load_E: Tensor) -> Dispatched:
+        """Sorts the assignments by expert. `load_E` says how many each expert has."""
+        ...
+
+    def combine(self, rows_AC: Tensor, route: Any) -> Tensor:
+        """Sums the K rows of each token: [N, C]. The experts have applied the weights already."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts are here: a sort and two gathers."""
+
+    def dispatch(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor, load_E: Tensor) -> Dispatched:
+        order_A = experts_NK.flatten().argsort(stable=True)
+        inverse_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
+        route = (order_A, inverse_A, experts_NK.shape[1])
+        rows_AC = _SpreadRows.apply(x_NC, *route)
+        return Dispatched(rows_AC, weights_NK.flatten().gather(0, order_A), load_E, route)
+
+    def combine(self, rows_AC: Tensor, route: Any) -> Tensor:
+        return _GatherRows.apply(rows_AC, *route)
+
+
+def _spread(x_NC: Tensor, order_A: Tensor, top_k: int) -> Tensor:
+    return x_NC.index_select(0, order_A // top_k)
+
+
+def _gather(rows_AC: Tensor, inverse_A: Tensor, top_k: int) -> Tensor:
+    return rows_AC.index_select(0, inverse_A).unflatten(0, (-1, top_k)).sum(1)
+
+
+class _SpreadRows(torch.autograd.Function):
+    """Copies each token to its K places. The gradient is the sum of the K copies: a gather, where autograd's own
+    backward of indexing adds with atomics, slowly and in no fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, order_A: Tensor, inverse_A: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(inverse_A)
+        ctx.top_k = top_k
+        return _spread(x_NC, order_A, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_AC: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(grad_AC, ctx.saved_tensors[0], ctx.top_k), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """Sums the K rows of each token: the mirror image of `_SpreadRows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_AC: Tensor, order_A: Tensor, inverse_A: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order_A)
+        ctx.top_k = top_k
+        return _gather(rows_AC, inverse_A, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor, None, None, None]:
+        return _spread(grad_NC, ctx.saved_tensors[0], ctx.top_k), None, None, None
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, stacked; each laid out as in `nn.Linear`.
+
+    `up_weight` is [E, M, F, C] with the gate first, so that one grouped product makes gate and up, and cutting F
+    over ranks keeps that true; `down_weight` is [E, C, F].
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        spec: FeedForwardSpec,
+        dropout: float,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        E, C, F_, M = num_experts, spec.hidden_size, spec.ffn_size, 2 if spec.gated else 1
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.activation = activation_function(spec.activation)
+        self.dropout = dropout
+        self.up_weight = nn.Parameter(torch.empty(E, M, F_, C, **factory))
+        self.down_weight = nn.Parameter(torch.empty(E, C, F_, **factory))
+        self.up_bias = nn.Parameter(torch.empty(E, M, F_, **factory)) if spec.bias else None
+        self.down_bias = nn.Parameter(torch.empty(E, C, **factory)) if spec.bias else None
+
+    def forward(self, rows_AC: Tensor, weights_A: Tensor, counts_E: Tensor) -> Tensor:
+        """Output rows, already multiplied by their weights. Rows are sorted by expert."""
+        hidden_AH = grouped_gemm(rows_AC, self.up_weight.flatten(1, 2), counts_E)
+        expert_A = None
+        if self.up_bias is not None:
+            numbers_E = torch.arange(len(counts_E), device=rows_AC.device)
+            expert_A = numbers_E.repeat_interleave(counts_E, output_size=rows_AC.shape[0])
+            hidden_AH = hidden_AH + self.up_bias.flatten(1).index_select(0, expert_A)
+        hidden_AMF = hidden_AH.unflatten(-1, (self.up_weight.shape[1], -1))
+        hidden_AF = self.activation(hidden_AMF[:, 0])
+        if hidden_AMF.shape[1] == 2:
+            hidden_AF = hidden_AF * hidden_AMF[:, 1]
+        # weighting before the last product instead of after it touches F numbers a row, not C
+        weight_A1 = weights_A[:, None]
+        hidden_AF = (hidden_AF * weight_A1).to(rows_AC.dtype)
+        out_AC = grouped_gemm(F.dropout(hidden_AF, self.dropout, self.training), self.down_weight, counts_E)
+        if self.down_bias is not None and expert_A is not None:
+            out_AC = out_AC + (self.down_bias.index_select(0, expert_A) * weight_A1).to(out_AC.dtype)
+        return out_AC
+
+
+class MoE(nn.Module):
+    """A layer of experts; every token also passes the shared experts, if there are any."""
+
+    def __init__(self, spec: MoESpec, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.dispatcher: TokenDispatcher = LocalDispatcher()
+        self.router = Router(spec, dtype, device)
+        self.experts = Experts(spec.num_experts, spec.expert, spec.routing.expert_dropout, dtype, device)
+        self.shared = FeedForward(spec.shared, dtype, device) if spec.shared else None
+        self.shared_gate: nn.Linear | None = None
+        if spec.shared and spec.routing.shared_gate:
+            self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, BlockExtras]:
+        x_NC = x_BTC.flatten(0, 1)
+        routing = self.router(x_BTC)
+        sent = self.dispatcher.dispatch(x_NC, routing.experts, routing.weights, routing.load)
+        out_AC = self.experts(sent.rows, sent.weights, sent.counts)
+        out_NC = self.dispatcher.combine(out_AC, sent.route)
+        if self.shared is not None:
+            shared_NC = self.shared(x_NC)
+            if self.shared_gate is not None:
+                shared_NC = shared_NC * self.shared_gate(x_NC).sigmoid()
+            out_NC = out_NC + shared_NC
+        return out_NC.view_as(x_BTC), BlockExtras(routing.aux_loss, routing.load, routing.dropped)

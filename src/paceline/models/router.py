@@ -1,0 +1,161 @@
+"""Which experts a token goes to, and the losses that keep experts evenly used.
+
+Dims: B sequences, T tokens of a sequence, N = B * T, E experts, K experts a token takes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config.model import MoEConfig, MoESpec
+
+
+class Routing(NamedTuple):
+    """The router's decision for one layer."""
+
+    experts: Tensor
+    """int64 [N, K], which experts."""
+    weights: Tensor
+    """fp32 [N, K], what each expert's output is multiplied by; 0 where the assignment was dropped."""
+    aux_loss: Tensor
+    """fp32 scalar: router losses with their coefficients, summed over the B sequences."""
+    load: Tensor
+    """int64 [E], tokens that chose each expert, dropped ones included."""
+    dropped: Tensor
+    """int64 scalar, assignments beyond the capacity."""
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and takes the best K."""
+
+    expert_bias: Tensor | None
+
+    def __init__(self, spec: MoESpec, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.routing = spec.routing
+        self.top_k = spec.top_k
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden_size, dtype=dtype, device=device))
+        bias = torch.zeros(spec.num_experts, device=device) if spec.routing.bias_balance else None
+        self.register_buffer("expert_bias", bias)
+
+    def forward(self, x_BTC: Tensor) -> Routing:
+        B, T = x_BTC.shape[:2]
+        logits_NE = self._logits(x_BTC.flatten(0, 1))
+        scores_NE = logits_NE.softmax(-1) if self.routing.score == "softmax" else logits_NE.sigmoid()
+        experts_NK, weights_NK = select(scores_NE, self.expert_bias, self.top_k, self.routing)
+        counts_BE = count_per_sequence(experts_NK, B, scores_NE.shape[-1])
+        dropped = torch.zeros((), dtype=torch.int64, device=x_BTC.device)
+        capacity = self._capacity(T, scores_NE.shape[-1])
+        if capacity:
+            kept_NK = within_capacity(experts_NK.view(B, -1), counts_BE, capacity).view_as(experts_NK)
+            weights_NK = weights_NK * kept_NK
+            dropped = (~kept_NK).sum()
+        return Routing(
+            experts=experts_NK,
+            weights=weights_NK,
+            aux_loss=self._losses(logits_NE, scores_NE, counts_BE, T),
+            load=counts_BE.sum(0),
+            dropped=dropped,
+        )
+
+    def _logits(self, x_NC: Tensor) -> Tensor:
+        """fp32 [N, E]."""
+        in_fp32 = self.routing.router_precision == "fp32"
+        x_NC = x_NC.float() if in_fp32 else x_NC
+        weight_EC = self.weight.float() if in_fp32 else self.weight
+        if self.training and self.routing.jitter:
+            x_NC = x_NC * torch.empty_like(x_NC).uniform_(1.0 - self.routing.jitter, 1.0 + self.routing.jitter)
+        return F.linear(x_NC, weight_EC).float()
+
+    def _capacity(self, seq_len: int, num_experts: int) -> int:
+        """Tokens of one sequence that an expert takes; 0 = all."""
+        factor = self.routing.capacity_factor
+        if not self.training and self.routing.eval_capacity_factor:
+            factor = self.routing.eval_capacity_factor
+        return max(1, int(factor * seq_len * self.top_k / num_experts)) if factor else 0
+
+    def _losses(self, logits_NE: Tensor, scores_NE: Tensor, counts_BE: Tensor, seq_len: int) -> Tensor:
+        aux_loss = torch.zeros((), dtype=torch.float32, device=logits_NE.device)
+        if self.routing.aux_loss_coef:
+            probs_NE = scores_NE
+            if self.routing.score == "sigmoid":
+                probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True).clamp_min(1e-20)
+            probs_BE = probs_NE.unflatten(0, (-1, seq_len)).mean(1)
+            aux_loss = aux_loss + self.routing.aux_loss_coef * balance_loss(counts_BE, probs_BE)
+        if self.routing.z_loss_coef:
+            square_N = logits_NE.logsumexp(-1).square()
+            aux_loss = aux_loss + self.routing.z_loss_coef * square_N.sum() / seq_len
+        return aux_loss
+
+    @torch.no_grad()
+    def update_expert_bias(self, load_E: Tensor) -> None:
+        """Raises the bias of experts that saw fewer tokens than the mean, lowers that of busier ones.
+
+        Args:
+            load_E: tokens per expert over the whole global batch.
+        Source: auxiliary-loss-free balancing, arXiv:2408.15664.
+        """
+        assert self.expert_bias is not None, "this router is not balanced by a bias"
+        load_E = load_E.to(self.expert_bias.device, torch.float32)
+        self.expert_bias += self.routing.bias_update_rate * torch.sign(load_E.mean() - load_E)
+
+
+def select(scores_NE: Tensor, bias_E: Tensor | None, top_k: int, routing: MoEConfig) -> tuple[Tensor, Tensor]:
+    """The chosen experts and their weights, both [N, K]. Bias and groups decide who is chosen, not the weight."""
+    ranking_NE = scores_NE.detach()
+    if bias_E is not None:
+        ranking_NE = ranking_NE + bias_E
+    if routing.num_groups > 1:
+        ranking_NE = keep_best_groups(ranking_NE, routing)
+    experts_NK = ranking_NE.topk(top_k, dim=-1).indices
+    weights_NK = scores_NE.gather(-1, experts_NK)
+    if routing.normalize_top_k:
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True).clamp_min(1e-20)
+    return experts_NK, weights_NK * routing.score_scale
+
+
+def keep_best_groups(ranking_NE: Tensor, routing: MoEConfig) -> Tensor:
+    """Sets the scores of all experts outside each token's best groups to minus infinity."""
+    grouped_NGE = ranking_NE.unflatten(-1, (routing.num_groups, -1))
+    if routing.group_score == "max":
+        group_NG = grouped_NGE.amax(-1)
+    else:
+        group_NG = grouped_NGE.topk(min(2, grouped_NGE.shape[-1]), dim=-1).values.sum(-1)
+    best_NG = group_NG.topk(routing.top_k_groups, dim=-1).indices
+    closed_NG = torch.ones_like(group_NG, dtype=torch.bool).scatter(-1, best_NG, False)
+    return grouped_NGE.masked_fill(closed_NG[..., None], float("-inf")).flatten(-2)
+
+
+def count_per_sequence(experts_NK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
+    """int64 [B, E]: how many tokens of each sequence chose each expert. Nothing is read by the host."""
+    chosen = experts_NK.view(num_sequences, -1)
+    counts_BE = torch.zeros(num_sequences, num_experts, dtype=torch.int64, device=experts_NK.device)
+    return counts_BE.scatter_add_(1, chosen, torch.ones_like(chosen))
+
+
+def within_capacity(experts_BA: Tensor, counts_BE: Tensor, capacity: int) -> Tensor:
+    """Boolean [B, A]: whether an assignment is among the first `capacity` of its expert, in order of position.
+
+    Args:
+        experts_BA: the A = T * K assignments of each sequence, in order of position.
+        counts_BE: assignments of each expert.
+    """
+    order_BA = experts_BA.argsort(dim=1, stable=True)
+    start_BE = counts_BE.cumsum(1) - counts_BE
+    index_BA = torch.arange(experts_BA.shape[1], device=experts_BA.device).expand_as(experts_BA)
+    place_BA = index_BA - start_BE.gather(1, experts_BA.gather(1, order_BA))
+    return torch.empty_like(place_BA).scatter_(1, order_BA, place_BA) < capacity
+
+
+def balance_loss(counts_BE: Tensor, probs_BE: Tensor) -> Tensor:
+    """E * sum over experts of (share of assignments) * (mean probability), for each sequence; summed over sequences.
+
+    1 for a sequence that uses all experts evenly. Sources: Switch Transformer, arXiv:2101.03961, eq. 4; per sequence as
+    in DeepSeek-V3, arXiv:2412.19437, eq. 17-20.
+    """
+    share_BE = counts_BE / counts_BE.sum(1, keepdim=True)
+    return counts_BE.shape[1] * (share_BE * probs_BE).sum()
