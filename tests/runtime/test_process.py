@@ -176,3 +176,38 @@ def test_two_processes_under_slurm_variables(tmp_path: Path) -> None:
     ]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert outputs == ["slurm 0 3\n", "slurm 1 3\n"]
+
+
+GPU_SCRIPT = """
+import sys, torch, torch.distributed as dist
+from paceline.runtime.device import choose_device
+from paceline.runtime.process import any_rank, process_group, process_info
+info = process_info()
+device = choose_device(info, "cuda")
+with process_group(info, device, timeout_seconds=60):
+    pair = dist.new_group(list(range(info.world_size)))
+    total = torch.tensor([info.rank + 1.0], device=device)
+    dist.all_reduce(total, group=pair)
+    assert total.item() == info.world_size * (info.world_size + 1) / 2
+    assert any_rank(info.rank == 0) and not any_rank(False)
+    print(f"met {info.rank}\\n", end="", flush=True)
+    if "fail" in sys.argv:
+        if info.rank == 0:
+            dist.all_reduce(total, async_op=True)  # the other rank never comes
+            raise ZeroDivisionError("on purpose")
+        raise ZeroDivisionError("on purpose, too")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fails", [False, True])
+def test_nccl_under_torchrun(tmp_path: Path, fails: bool) -> None:
+    """One process a GPU (two at most); after an error the processes end by themselves, long before the timeout."""
+    count = min(torch.cuda.device_count(), 2)
+    script = tmp_path / "script.py"
+    script.write_text(GPU_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(script)]
+    result = subprocess.run(command + ["fail"] * fails, capture_output=True, text=True, timeout=150)
+    assert (result.returncode != 0) == fails, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"met {rank}" for rank in range(count)]
+    assert ("on purpose" in result.stderr) == fails
