@@ -1,0 +1,90 @@
+"""How does a training step get its state out of the way of the next update, quickly?
+
+Blocks are copied into host memory that is kept from save to save. On a GPU the memory is pinned and the copies are
+queued on the current stream: the update that follows on that stream cannot overtake them, so the step itself waits for
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.planner import BlockKey
+
+_SLAB_BYTES = 256 * 2**20
+# a power of two: torch's pinned allocator rounds each request up to one, so larger odd sizes would waste up to half
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Copies on the host, which may be read after ``wait()``."""
+
+    blocks: dict[BlockKey, Tensor]
+    wait: Callable[[], None]
+
+
+class HostBuffers:
+    """Host memory for the copies of one save. A new ``copy`` overwrites the one before: wait until it is written."""
+
+    def __init__(self) -> None:
+        self._slabs: list[Tensor] = []
+        self._pinned = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def copy(self, blocks: Mapping[BlockKey, Tensor]) -> Staged:
+        devices = {tensor.device for tensor in blocks.values() if tensor.is_cuda}
+        # pinned memory is worth its price only where a device copies into it without the processor's help
+        if devices and not self._pinned:
+            self._pinned = True
+            self._slabs = []
+        packer = _Packer(self._slabs, pinned=self._pinned, num_bytes=sum(_padded(t) for t in blocks.values()))
+        copies = {key: packer.place(tensor) for key, tensor in blocks.items()}
+        for key, tensor in blocks.items():
+            copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        events = []
+        for device in devices:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return Staged(blocks=copies, wait=wait)
+
+
+class _Packer:
+    """Places tensors one after another in slabs; adds a slab where none has room."""
+
+    def __init__(self, slabs: list[Tensor], *, pinned: bool, num_bytes: int) -> None:
+        self._slabs = slabs
+        self._pinned = pinned
+        # a small state does not need a whole slab
+        self._slab_bytes = min(_SLAB_BYTES, max(num_bytes, _ALIGNMENT))
+        self._slab = 0
+        self._used = 0
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Uninitialised memory of the shape and dtype of ``tensor``."""
+        while self._slab < len(self._slabs) and self._used + tensor.nbytes > self._slabs[self._slab].nbytes:
+            self._slab += 1
+            self._used = 0
+        if self._slab == len(self._slabs):
+            size = max(self._slab_bytes, tensor.nbytes)
+            self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        memory = self._slabs[self._slab][self._used : self._used + tensor.nbytes]
+        self._used += _padded(tensor)
+        return memory.view(tensor.dtype).view(tensor.shape)
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,98 @@
+"""Where do weights come from, and where can they go, other than a run's own resume?
+
+The seam between a model and files of any format: a source gives named tensors by slice, so that each rank reads only
+its part; a sink takes each rank's pieces. ``training`` sees these two and no format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.locate import find_checkpoint
+from paceline.checkpoint.pieces import Box, Piece, ShardedValue
+from paceline.checkpoint.store import Checkpoint, load_into
+from paceline.errors import CheckpointError
+
+MODEL = "model/"
+"""Prefix of weights and buffers in a checkpoint."""
+
+
+class WeightSource(Protocol):
+    """Named tensors, by the names of the plain model."""
+
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Name -> global shape of everything there is."""
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor (None: all of it) in host memory, in the dtype of the source."""
+
+
+class WeightSink(Protocol):
+    """Takes a model's weights in another format. Every rank hands over its pieces, in the same order of names."""
+
+    def write(self, name: str, value: ShardedValue) -> None: ...
+
+    def close(self) -> None:
+        """Everything has been handed over: the result may be completed and made visible."""
+
+
+class CheckpointSource:
+    """Reads the weights of one checkpoint, or of a run's newest whole one, without any process group.
+
+    Raises:
+        CheckpointError: nothing whole is at ``path``.
+    """
+
+    def __init__(self, path: Path | Checkpoint) -> None:
+        self.checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
+        self._saved = self.checkpoint.tensors()
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name.removeprefix(MODEL): saved.size for name, saved in self._saved.items() if name.startswith(MODEL)}
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        saved = self._saved[MODEL + name]
+        box = box or Box(offsets=(0,) * len(saved.size), sizes=tuple(saved.size))
+        tensor = torch.empty(box.sizes, dtype=saved.properties.dtype)
+        piece = Piece(offsets=box.offsets, tensor=tensor)
+        value = ShardedValue(global_shape=saved.size, dtype=tensor.dtype, pieces=(piece,))
+        load_into(self.checkpoint, {MODEL + name: value}, ignore=("",))
+        return tensor
+
+    def fill(self, into: Mapping[str, ShardedValue]) -> None:
+        """As the function ``fill``, in one pass over the files."""
+        load_into(self.checkpoint, {MODEL + name: value for name, value in into.items()}, ignore=_NOT_MODEL)
+
+
+_NOT_MODEL = ("optim/", "task/")
+
+
+def fill(source: WeightSource, into: Mapping[str, ShardedValue]) -> None:
+    """Writes the weights of ``source`` into the pieces of ``into``, each rank its own part, converted to its dtype.
+
+    Raises:
+        CheckpointError: a name is missing there, or shapes differ; all are listed and nothing has been written. Names
+            that ``source`` has and no rank wants are the caller's to judge: one pipeline stage wants only some.
+    """
+    shapes = source.shapes()
+    problems = []
+    for name, value in into.items():
+        if name not in shapes:
+            problems.append(f"missing: {name} {list(value.global_shape)}")
+        elif shapes[name] != value.global_shape:
+            problems.append(f"shape: {name} is {list(shapes[name])} there and {list(value.global_shape)} here")
+    if problems:
+        raise CheckpointError(
+            f"The weights do not fit this model: {len(problems)} differences.",
+            evidence="\n  ".join(problems),
+            next_step="Make the [model] section describe the weights, or choose other weights.",
+        )
+    for name, value in into.items():
+        for piece in value.pieces:
+            box = Box(offsets=piece.offsets, sizes=tuple(piece.tensor.shape))
+            piece.tensor.copy_(source.read(name, box))
