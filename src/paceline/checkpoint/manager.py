@@ -103,7 +103,9 @@ class CheckpointManager:
         self.ranks.from_first(f"looking into {self.folder}", lambda: clean_unfinished(self.folder, self._report))
         if self._config.resume == "never":
             return None
-        return newest_whole(self.folder, ranks=self.ranks, report=self._report)
+        found = newest_whole(self.folder, ranks=self.ranks, report=self._report)
+        self._last_step = None if found is None else found.step
+        return found
 
     def load(self, checkpoint: Checkpoint, into: Mapping[str, ShardedValue], *, weights_only: bool = False) -> None:
         """Fills ``into`` in place; with ``weights_only`` everything outside ``model/`` is left unread.
