@@ -27,3 +27,9 @@ class ObserveConfig(Section):
     """Peak of one device for MFU; 0 = the datasheet's dense figure for this device and precision, if it is known."""
     progress: Literal["auto", "live", "lines", "none"] = "auto"
     """What the terminal shows: a live display on a terminal, else a line per logged step."""
+    sample_prompts: tuple[str, ...] = ()
+    """At the end of the run the model continues these texts; empty = no samples."""
+    sample_tokens: int = Field(100, ge=1)
+    """Tokens of such a sample."""
+    sample_temperature: float = Field(0.8, ge=0)
+    """0 takes the likeliest token each time."""

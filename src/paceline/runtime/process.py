@@ -10,6 +10,7 @@ The environment is read here and nowhere else in the running program. Three ways
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -277,3 +278,14 @@ def any_rank(flag: bool) -> bool:
     votes = torch.tensor([int(flag)], dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes.item())
+
+
+def let_rank_zero_speak(environ: Mapping[str, str] | None = None) -> None:
+    """Waits a moment on every rank but 0, before an error is printed.
+
+    Where all ranks meet the same error, rank 0 tells it and the launcher ends the others unheard; an error that only
+    one rank meets is told by that rank, two seconds later.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("RANK", environ.get("SLURM_PROCID", "0")) != "0":
+        time.sleep(2.0)

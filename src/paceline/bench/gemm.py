@@ -1,0 +1,49 @@
+"""What do this device's matrix units sustain, right now? The ceiling that every other figure is read against."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from paceline.runtime.device import synchronize
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRate:
+    """A square matrix product, repeated without pause."""
+
+    size: int
+    dtype: str
+    seconds: float
+    tflops: float
+
+
+def sustained_gemm(device: torch.device, *, seconds: float | None = None) -> GemmRate:
+    """Multiplies random matrices for ``seconds`` and counts 2 n^3 FLOPs each.
+
+    On a GPU: bf16, n = 8192, 5 s, long enough for the power limit to set the clock, as it does in training. On the CPU:
+    fp32, n = 1024, 0.5 s.
+    """
+    on_gpu = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if on_gpu else (1024, torch.float32)
+    wanted = seconds if seconds is not None else (5.0 if on_gpu else 0.5)
+    generator = torch.Generator(device=device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.float32, generator=generator).to(dtype) for _ in "ab")
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    torch.mm(a, b, out=out)
+    synchronize(device)
+    repeats, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < wanted:
+        for _ in range(20 if on_gpu else 1):
+            torch.mm(a, b, out=out)
+        synchronize(device)
+        repeats += 20 if on_gpu else 1
+    elapsed = time.perf_counter() - began
+    return GemmRate(
+        size=size,
+        dtype=str(dtype).removeprefix("torch."),
+        seconds=elapsed,
+        tflops=2 * size**3 * repeats / elapsed / 1e12,
+    )

@@ -1,0 +1,188 @@
+"""How fast does a recipe train? The trainer's own loop on synthetic data, with nothing left out and nothing added."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.bench.gemm import sustained_gemm
+from paceline.checkpoint.manager import CheckpointManager
+from paceline.checkpoint.ranks import Ranks
+from paceline.config.load import Recipe, resolve
+from paceline.config.run import RunConfig
+from paceline.observe.hooks import Hook, Hooks, StepEnd
+from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
+from paceline.runtime.process import ProcessInfo, process_group
+from paceline.runtime.seed import set_deterministic
+from paceline.runtime.signals import StopRequest
+from paceline.training.feed import Feed, open_datasets
+from paceline.training.setup import Parts, build_meter, build_parts, rates
+from paceline.training.trainer import Progress, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecord:
+    """One measurement; printed as one JSON line."""
+
+    step_seconds: float
+    """median over the measured steps"""
+    step_seconds_min: float
+    step_seconds_max: float
+    steps: int
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float
+    flops_convention: str
+    peak_memory_gib: float
+    sustained_gemm_tflops: float
+    """measured in this run, right after the steps"""
+    fraction_of_gemm: float
+    mfu: float | None
+    peak_tflops: float | None
+    loss: float | None
+    gradient_reduction: str
+    devices: str
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+
+
+def bench_train(recipe: Recipe, info: ProcessInfo, *, steps: int, warm_up: int) -> BenchRecord | None:
+    """Trains ``warm_up + steps`` steps on synthetic data and measures the last ``steps``. The record is rank 0's.
+
+    Raises:
+        PacelineError: as `paceline train` would.
+    """
+    config = _without_files(recipe, steps + warm_up)
+    device = choose_device(info, config.cluster.device)
+    set_deterministic(config.run.deterministic)
+    with ExitStack() as stack:
+        stack.enter_context(process_group(info, device, timeout_seconds=config.cluster.timeout_seconds))
+        stop = stack.enter_context(StopRequest())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        parts = build_parts(config, recipe.registry, info, device)
+        clock = StepClock(device)
+        trainer = _trainer(parts, recipe, folder, clock, warm_up)
+        try:
+            trainer.run(stop)
+        finally:
+            trainer.feed.close()
+            trainer.manager.close()
+        peak_gib = memory_stats(device).peak_bytes / GIB
+        return _record(parts, trainer, clock.seconds(), peak_gib, steps) if info.is_main else _idle(device)
+
+
+def _idle(device: torch.device) -> None:
+    """The other ranks run the matrix product too: GPUs of one host share its power and cooling."""
+    sustained_gemm(device)
+
+
+def _without_files(recipe: Recipe, total_steps: int) -> RunConfig:
+    tables = recipe.config.model_dump(mode="json")
+    tables["data"] |= {"train": "synthetic", "valid": "", "test": "", "split": "", "tokenizer": ""}
+    tables["train"] |= {"steps": total_steps, "eval_interval": 0}
+    tables["checkpoint"] |= {"interval": 0, "save_last": False}
+    tables["model"]["init_from"] = ""
+    return resolve(tables).config
+
+
+class StepClock(Hook):
+    """Marks the end of every step on the device's own clock; reads nothing until asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def on_step_end(self, end: StepEnd) -> None:
+        self.mark()
+
+    def seconds(self) -> list[float]:
+        """Time between neighbouring marks. Waits for the device."""
+        pairs = list(zip(self.marks[:-1], self.marks[1:], strict=True))
+        if self.device.type != "cuda":
+            return [later - earlier for earlier, later in pairs]
+        torch.cuda.synchronize(self.device)
+        return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairs]
+
+
+class _PeakAfterWarmUp(Hook):
+    def __init__(self, device: torch.device, warm_up: int) -> None:
+        self.device, self.warm_up = device, warm_up
+
+    def on_step_end(self, end: StepEnd) -> None:
+        if end.step == self.warm_up:
+            reset_peak_memory(self.device)
+
+
+class _NoSaver:
+    def save(self, progress: Progress) -> None:
+        """A bench keeps nothing."""
+
+
+def _trainer(parts: Parts, recipe: Recipe, folder: Path, clock: StepClock, warm_up: int) -> Trainer:
+    config = parts.config
+    samples = config.train.steps * config.train.global_batch_size
+    datasets = open_datasets(config, recipe.registry, train_samples=samples)
+    ranks = Ranks.create(timedelta(seconds=config.cluster.timeout_seconds))
+    return Trainer(
+        config,
+        step=parts.step,
+        feed=Feed.open(datasets.train, config, parts.mesh, parts.device, start_sample=0),
+        meter=build_meter(parts),
+        saver=_NoSaver(),
+        manager=CheckpointManager(folder, config.checkpoint, ranks=ranks),
+        hooks=Hooks([clock, _PeakAfterWarmUp(parts.device, warm_up)]),
+        evaluator=None,
+        progress=Progress(),
+        device=parts.device,
+    )
+
+
+def _record(parts: Parts, trainer: Trainer, seconds: list[float], peak_gib: float, steps: int) -> BenchRecord:
+    config, info = parts.config, parts.info
+    measured = seconds[-steps:]
+    step_seconds = statistics.median(measured)
+    tokens_per_second = config.train.global_batch_size * config.train.seq_len / step_seconds / info.world_size
+    found = rates(config, parts.device)
+    assert found.flops_per_token is not None
+    tflops = tokens_per_second * found.flops_per_token / 1e12
+    gemm = sustained_gemm(parts.device)
+    reading = trainer.last_reading
+    return BenchRecord(
+        step_seconds=step_seconds,
+        step_seconds_min=min(measured),
+        step_seconds_max=max(measured),
+        steps=len(measured),
+        tokens_per_second_per_gpu=tokens_per_second,
+        tflops_per_gpu=tflops,
+        flops_convention=found.flops_convention,
+        peak_memory_gib=peak_gib,
+        sustained_gemm_tflops=gemm.tflops,
+        fraction_of_gemm=tflops / gemm.tflops,
+        mfu=tflops / found.peak_tflops if found.peak_tflops else None,
+        peak_tflops=found.peak_tflops,
+        loss=reading.record.loss if reading else None,
+        gradient_reduction=config.parallel.reduce_dtype,
+        devices=f"{info.world_size} x {device_name(parts.device)}",
+        recipe=config.model_dump(mode="json"),
+        versions=versions(),
+    )
+
+
+def as_line(record: BenchRecord) -> dict[str, Any]:
+    """The record as plain data."""
+    return asdict(record)

@@ -1,0 +1,91 @@
+"""The command `paceline`: which verb?"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.errors import PacelineError
+
+app = typer.Typer(
+    name="paceline",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+VERBS = ("train", "data", "generate", "bench")
+
+
+def _print_version(asked: bool) -> None:
+    if not asked:
+        return
+    from paceline.cli.version import version_lines
+
+    typer.echo("\n".join(version_lines()))
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Versions and devices, then exit."),
+    ] = False,
+) -> None:
+    """Train GPT and mixture-of-experts models at the speed the hardware allows.
+
+    [bold]A first run[/bold], from a folder of your own text files:
+
+      paceline data train-tokenizer texts/ --out tokenizer.json --vocab-size 8000
+      paceline data build texts/ --out data/texts --tokenizer tokenizer.json --valid-share 0.05
+      paceline train recipes/demo.toml --set data.train=data/texts-train --set data.valid=data/texts-valid
+      paceline generate runs/demo --prompt "Once upon a time"
+
+    A recipe is a TOML file; [bold]--set section.key=value[/bold] changes one field of it.
+    `paceline train --print-schema` lists every field, with its type and meaning.
+    """
+
+
+def _register(verbs: tuple[str, ...]) -> None:
+    # verbs are imported here, not at the top: `paceline data --help` need not wait for torch
+    if "train" in verbs:
+        from paceline.cli.train import train
+
+        app.command("train")(train)
+    if "data" in verbs:
+        from paceline.cli.data import app as data_app
+
+        app.add_typer(data_app, name="data")
+    if "generate" in verbs:
+        from paceline.cli.generate import command
+
+        app.command("generate")(command)
+    if "bench" in verbs:
+        from paceline.cli.bench import app as bench_app
+
+        app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Runs the command line; errors meant for the user are printed without a stack trace."""
+    asked = next((argument for argument in sys.argv[1:] if argument in VERBS), None)
+    _register((asked,) if asked else VERBS)
+    try:
+        app()
+    except PacelineError as error:
+        _report(error)
+        sys.exit(error.exit_code)
+
+
+def _report(error: PacelineError) -> None:
+    from paceline.runtime.process import let_rank_zero_speak
+
+    let_rank_zero_speak()
+    from paceline.report.console import make_console, print_error
+
+    print_error(make_console(stderr=True), error)

@@ -1,0 +1,216 @@
+"""From a TOML file and overrides to a `RunConfig`, and back.
+
+A recipe may start with ``extends = "other.toml"`` (relative to its own folder): tables are merged, everything else is
+replaced. ``--set section.key=value`` is the one form of override; the value is read as TOML, and as plain text where it
+is not TOML. A preset is expanded here, so the resolved recipe names every field and runs again as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from paceline.config.plugins import Registry, load_plugins
+from paceline.config.presets import preset
+from paceline.config.run import RunConfig
+from paceline.errors import ConfigError
+
+Tables = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A resolved recipe, and what its plugins registered."""
+
+    config: RunConfig
+    registry: Registry
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file and applies ``section.key=value`` overrides.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown, or a value does not fit.
+    """
+    return resolve(read_tables(Path(path)), overrides)
+
+
+def resolve(tables: Tables, overrides: Sequence[str] = ()) -> Recipe:
+    """Builds the configuration from raw tables: overrides, plugins, preset, then validation."""
+    for override in overrides:
+        tables = merge(tables, parse_override(override))
+    _refuse_non_tables(tables)
+    registry = load_plugins(tables.get("run", {}).get("plugins", ()))
+    return Recipe(config=validate(_expand_preset(tables, registry)), registry=registry)
+
+
+def read_tables(path: Path, above: tuple[Path, ...] = ()) -> Tables:
+    """Reads one TOML file with everything it extends."""
+    resolved = path.resolve()
+    if resolved in above:
+        chain = " -> ".join(str(item) for item in (*above, resolved))
+        raise ConfigError(f"recipes extend each other in a circle: {chain}", next_step="Remove one `extends`.")
+    try:
+        tables = tomllib.loads(resolved.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no recipe {path}", next_step=_nearby_recipes(path)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not valid TOML",
+            evidence=str(error),
+            next_step="Mend that line. Text values need quotes; tables look like [train].",
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", evidence=str(error), next_step="Give a recipe file.") from error
+    parent = tables.pop("extends", None)
+    if parent is None:
+        return tables
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: extends = {parent!r} is not a file name", next_step='Write extends = "other.toml".')
+    return merge(read_tables(resolved.parent / parent, (*above, resolved)), tables)
+
+
+def _nearby_recipes(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("recipes")
+    names = [item.name for item in sorted(folder.glob("*.toml"))] if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:6]
+    return f"Recipes in {folder}: {', '.join(close)}." if close else "Give the path of a .toml file."
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
+    """Lays one set of tables over another; a new `model.preset` drops the fields that the old one was given beside."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        result[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def parse_override(text: str) -> Tables:
+    """``"train.steps=100"`` -> ``{"train": {"steps": 100}}``."""
+    key, equals, raw = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(
+            f"--set {text!r} is not of the form section.key=value", next_step="For example: --set train.steps=100"
+        )
+    value: Any = _parse_value(raw.strip())
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def _parse_value(raw: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw  # plain text needs no quotes: --set data.train=corpus
+
+
+def _refuse_non_tables(tables: Tables) -> None:
+    for key, value in tables.items():
+        if key in RunConfig.model_fields and not isinstance(value, Mapping):
+            raise ConfigError(f"{key} = {value!r} is not a section", next_step=f"Write [{key}] and its fields below.")
+
+
+def _expand_preset(tables: Tables, registry: Registry) -> Tables:
+    model = tables.get("model", {})
+    name = model.get("preset", "")
+    if not name:
+        return tables
+    fields = registry.presets[name] if name in registry.presets else preset(name)
+    return {**tables, "model": merge(fields, model)}
+
+
+def validate(tables: Mapping[str, Any]) -> RunConfig:
+    """Builds the frozen configuration from plain tables.
+
+    Raises:
+        ConfigError: one error for everything that is wrong, each with its key, value and reason.
+    """
+    try:
+        return RunConfig.model_validate(dict(tables))
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    details = error.errors()
+    for detail in details:  # our own checks already say everything
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            return cause
+    unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
+    if unknown:
+        return _unknown_key(unknown)
+    lines = [f"{_key(detail['loc'])} = {detail['input']!r}: {detail['msg'].lower()}" for detail in details]
+    return ConfigError(
+        lines[0],
+        evidence="\n  ".join(lines[1:]),
+        next_step="`paceline train --print-schema` lists every field with its type and meaning.",
+    )
+
+
+def _unknown_key(details: Sequence[Any]) -> ConfigError:
+    key = _key(details[0]["loc"])
+    known = list(field_names(RunConfig))
+    name = key.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == name]
+    near = difflib.get_close_matches(name, [candidate.rsplit(".", 1)[-1] for candidate in known], n=1, cutoff=0.75)
+    guess = (
+        same_name[:1] or close or [candidate for candidate in known if near and candidate.endswith("." + near[0])][:1]
+    )
+    others = [_key(detail["loc"]) for detail in details[1:]]
+    return ConfigError(
+        f"unknown key {key}" + (f" = {details[0]['input']!r}" if not isinstance(details[0]["input"], dict) else ""),
+        evidence=f"Also unknown: {', '.join(others)}." if others else "",
+        next_step=(f"Did you mean {guess[0]}? " if guess else "") + "`paceline train --print-schema` lists every key.",
+    )
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    # pydantic names the branch of a union in the location; it is no part of the key
+    return ".".join(str(part) for part in location if not (isinstance(part, str) and ("[" in part or part == "str")))
+
+
+def field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """All dotted keys below a section, `train.steps` and the like."""
+    for name, info in model.model_fields.items():
+        kinds = [kind for kind in (info.annotation, *get_args(info.annotation)) if isinstance(kind, type)]
+        nested = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+        yield f"{prefix}{name}"
+        if nested is not None:
+            yield from field_names(nested, f"{prefix}{name}.")
+
+
+def dump_recipe(config: RunConfig) -> str:
+    """The whole configuration as TOML; `load_recipe` of it gives the same configuration."""
+    return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    before, after = dict(_flatten(old.model_dump(mode="json"))), dict(_flatten(new.model_dump(mode="json")))
+    return {key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)}
+
+
+def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def json_schema() -> str:
+    """The JSON schema of a recipe, for editors."""
+    return json.dumps(RunConfig.model_json_schema(), indent=2)

@@ -1,0 +1,138 @@
+"""What happens when a loss or a gradient is not finite: skipped, counted, and after a limit explained.
+
+A step with a non-finite gradient changes neither weights nor moments (the optimizer sees to that, on the device). The
+data and the learning-rate schedule go on: the step's samples are consumed, its number is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch
+from paceline.errors import TrainingError
+from paceline.parallel.engine import Engine
+from paceline.tasks.task import Task
+
+
+class SkipWatch:
+    """Notices a row of skipped steps without waiting for the device.
+
+    The longest row so far is counted on the device and copied to host memory behind each step; ``longest`` is what has
+    arrived. On a GPU it may lag a few steps behind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._rows = torch.zeros(2, dtype=torch.int64, device=device)  # in a row now, longest row
+        self._host = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def add(self, finite: Tensor) -> None:
+        """``finite``: bool scalar on the device, equal on all ranks."""
+        self._rows[0] = (self._rows[0] + 1) * (~finite)
+        self._rows[1] = torch.maximum(self._rows[1], self._rows[0])
+        self._host.copy_(self._rows, non_blocking=True)
+
+    @property
+    def longest(self) -> int:
+        return int(self._host[1])
+
+
+def explain_nonfinite(step: int, limit: int, batches: Sequence[Batch], *, task: Task, engine: Engine) -> TrainingError:
+    """Runs the last step's micro-batches once more, looking for where numbers stop being finite. A collective.
+
+    The weights are those of the last good step, since skipped steps left them alone; so the same batches fail again,
+    unless the fault lies outside the program.
+    """
+    mine = _Search(engine.model).run(batches, task, engine)
+    reports = _gather(mine)
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
+    evidence = (
+        "\n  ".join(found)
+        if found
+        else (
+            "Run again, the same micro-batches gave finite losses and gradients on every rank: the fault does not "
+            "repeat, which points to memory or a device rather than to the recipe."
+        )
+    )
+    return TrainingError(
+        f"step {step}: the loss or a gradient was not finite {limit} time{'s' if limit > 1 else ''} in a row",
+        evidence=evidence,
+        next_step="The weights are those of the last good step. Try a lower optim.lr, a smaller optim.grad_clip, more "
+        "optim.warmup_steps, or train.precision = 'fp32' from the last checkpoint; look at the samples of this step. "
+        "train.max_skipped_steps sets the limit.",
+    )
+
+
+class _Search:
+    """Finds the first module whose output, or whose gradient, is not finite on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._forward = ""
+        self._backward = ""
+        self._parameters: list[str] = []
+
+    def run(self, batches: Sequence[Batch], task: Task, engine: Engine) -> str:
+        losses: list[str] = []
+        with self._watched():
+            for index, batch in enumerate(batches):
+                with engine.accumulate(last=index == len(batches) - 1):
+                    terms = task.loss(engine.model, task.prepare(batch))
+                    terms.loss_sum.backward()
+                if not bool(torch.isfinite(terms.loss_sum)):
+                    losses.append(f"the loss of micro-batch {index} is {float(terms.loss_sum)}")
+        engine.reduce_gradients()
+        engine.zero_gradients()
+        parts = losses[:2]
+        if self._forward:
+            parts.append(f"the first output that is not finite is that of {self._forward}")
+        if self._backward:
+            parts.append(f"the first gradient that is not finite is that of {self._backward}")
+        if self._parameters:
+            more = f" and {len(self._parameters) - 3} more" if len(self._parameters) > 3 else ""
+            parts.append(f"parameters with such gradients: {', '.join(self._parameters[:3])}{more}")
+        return "; ".join(parts)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        handles = []
+        for name, module in self._model.named_modules():
+            if name and not any(True for _ in module.children()):  # leaves: the first one is the culprit
+                handles.append(module.register_forward_hook(self._forward_hook(name)))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_hook(self._gradient_hook(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _forward_hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            tensors = [item for item in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(item)]
+            for tensor in tensors:
+                if not self._forward and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                    self._forward = name
+
+        return hook
+
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if name not in self._parameters and not bool(torch.isfinite(gradient).all()):
+                self._backward = self._backward or name
+                self._parameters.append(name)
+
+        return hook
+
+
+def _gather(text: str) -> list[str]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [text]
+    reports: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reports, text)
+    return reports

@@ -1,0 +1,79 @@
+"""What a checkpoint of a run holds, and how a run takes it up again."""
+
+from __future__ import annotations
+
+from paceline.checkpoint.manager import CheckpointManager
+from paceline.checkpoint.pieces import ShardedValue
+from paceline.checkpoint.state import TrainState, restore_rng
+from paceline.checkpoint.store import Checkpoint, Contents
+from paceline.config.load import dump_recipe
+from paceline.data.build import Datasets
+from paceline.runtime.device import versions
+from paceline.runtime.seed import rng_state
+from paceline.training.setup import Parts
+from paceline.training.trainer import Progress
+
+
+class RunSaver:
+    """Hands the state of a run to the checkpoint manager."""
+
+    def __init__(self, parts: Parts, manager: CheckpointManager, datasets: Datasets) -> None:
+        self.parts = parts
+        self.manager = manager
+        self.datasets = datasets
+
+    def save(self, progress: Progress, *, wait: bool = False) -> None:
+        """Starts to write a checkpoint; returns when weights and moments may change again.
+
+        Raises:
+            CheckpointError: this one, or the one before it in the background, could not be written.
+        """
+        parts = self.parts
+        updates = parts.optimizer.step_count
+        progress.skipped_steps = progress.step - updates
+        state = TrainState(
+            step=progress.step,
+            tokens=progress.tokens,
+            consumed_samples=progress.consumed_samples,
+            skipped_steps=progress.skipped_steps,
+            schedule=parts.config.optim.model_dump(mode="json") | {"total_steps": parts.config.train.steps},
+            data=parts.config.data.model_dump(mode="json", include={"train", "split", "tokenizer", "order"}),
+            sample_order={"train": self.datasets.train.identity},
+            world_size=parts.info.world_size,
+            versions=versions(),
+            extra={"optimizer_updates": updates},
+        )
+        contents = Contents(
+            values=values(parts), state=state, recipe=dump_recipe(parts.config), rng=rng_state(parts.device)
+        )
+        self.manager.save(contents, wait=wait)
+
+
+def values(parts: Parts) -> dict[str, ShardedValue]:
+    """All tensors of a run, under the names that checkpoints use."""
+    model = {f"model/{name}": value for name, value in parts.engine.weights().items()}
+    return model | {f"optim/{name}": value for name, value in parts.optimizer.state().items()}
+
+
+def restore(parts: Parts, manager: CheckpointManager, checkpoint: Checkpoint) -> None:
+    """Fills weights, moments and generators from a checkpoint, whatever layout wrote it. Collective.
+
+    Raises:
+        CheckpointError: names or shapes differ, or a file cannot be read.
+    """
+    into = values(parts)
+    manager.load(checkpoint, into)
+    parts.optimizer.load_state(
+        {name.removeprefix("optim/"): value for name, value in into.items() if name.startswith("optim/")}
+    )
+    state = checkpoint.state()
+    parts.optimizer.set_step_count(int(state.extra.get("optimizer_updates", state.step)))
+    parts.engine.publish_weights()
+    info = parts.info
+    restore_rng(
+        checkpoint.rng(info.rank, info.world_size),
+        device=parts.device,
+        seed=parts.config.run.seed,
+        step=state.step,
+        rank=info.rank,
+    )

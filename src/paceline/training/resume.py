@@ -1,0 +1,162 @@
+"""Does this start begin a run or go on with one, and may the recipe have changed in between?
+
+Anything that only decides how a run is computed (ranks, layout, logging, checkpoints) may change freely. What changes
+the mathematics is an explicit choice in `checkpoint.allow_change`; the shape of the model cannot change at all.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.locate import step_folders
+from paceline.checkpoint.state import TrainState
+from paceline.checkpoint.store import Checkpoint
+from paceline.config.load import differences, validate
+from paceline.config.run import RunConfig
+from paceline.data.build import Datasets
+from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
+from paceline.observe.events import MAY_DIFFER, RunFolder
+from paceline.training.trainer import Progress
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "lr": ("optim", "train.steps"),
+    "batch": ("train.global_batch_size",),
+    "data": ("data", "train.seq_len"),
+}
+"""Keys or sections that each entry of `checkpoint.allow_change` covers."""
+
+RETUNABLE = ("optim.name",)
+"""Of the section optim, what cannot change: the optimizer's state would have no meaning."""
+
+FREE = (*MAY_DIFFER, "model.preset", "model.init_from", "train.precision")
+"""What a resumed run may change without a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where this start begins."""
+
+    checkpoint: Checkpoint | None
+    progress: Progress
+
+    @property
+    def is_resume(self) -> bool:
+        return self.checkpoint is not None
+
+
+def claim_folder(folder: RunFolder, config: RunConfig, recipe: str) -> dict[str, tuple[Any, Any]]:
+    """Takes the run folder for this recipe; for rank 0. Returns the keys that changed since the last start.
+
+    Raises:
+        RunFolderError: it cannot be written, is in use, or holds another recipe and the change was not asked for.
+    """
+    changed = _changes(folder.recipe_path, config)
+    refused = sorted(key for key in changed if not _is_allowed(key, config))
+    if refused:
+        raise _other_recipe(folder.path, changed, refused)
+    checkpoints = step_folders(folder.checkpoints)
+    if checkpoints and config.checkpoint.resume == "never":
+        raise RunFolderError(
+            f"{folder.path} holds checkpoints up to step {checkpoints[-1][0]}, and checkpoint.resume = 'never'",
+            evidence="A new run here would write over them.",
+            next_step="Set another folder (--set run.dir=PATH), or checkpoint.resume = 'auto' to go on with this one.",
+        )
+    folder.claim(recipe, may_differ=tuple(changed))
+    return changed
+
+
+def _changes(recipe_path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    if not recipe_path.is_file():
+        return {}
+    try:
+        before = validate(tomllib.loads(recipe_path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, PacelineError) as error:
+        raise RunFolderError(
+            f"{recipe_path} cannot be read as a recipe, so it is not known what the run in this folder is",
+            evidence=str(error),
+            next_step="Set another folder: --set run.dir=PATH, or mend that file.",
+        ) from error
+    changed = differences(before, config)
+    # with a constant rate the length of the run changes nothing that was computed before
+    if config.optim.schedule == "constant" and before.optim.schedule == "constant":
+        changed.pop("train.steps", None)
+    return changed
+
+
+def _covers(entries: Iterable[str], key: str) -> bool:
+    return any(key == entry or key.startswith(f"{entry}.") for entry in entries)
+
+
+def _is_allowed(key: str, config: RunConfig) -> bool:
+    if key in RETUNABLE:
+        return False
+    asked = [entry for choice in config.checkpoint.allow_change for entry in CHOICES.get(choice, ())]
+    if _covers(asked, key):
+        return True
+    # the length of the run is in MAY_DIFFER for the folder's own sake, but it bends the learning-rate schedule
+    return key != "train.steps" and _covers(FREE, key)
+
+
+def _other_recipe(path: Path, changed: Mapping[str, tuple[Any, Any]], refused: list[str]) -> RunFolderError:
+    lines = [f"{key}: {changed[key][0]!r} there, {changed[key][1]!r} now" for key in refused[:8]]
+    needed = sorted({choice for choice, entries in CHOICES.items() for key in refused if _covers(entries, key)})
+    fixed = [key for key in refused if key in RETUNABLE or not any(_covers(e, key) for e in CHOICES.values())]
+    if fixed:
+        step = f"Set another folder: --set run.dir=PATH ({', '.join(fixed[:3])} cannot change within a run)."
+    else:
+        choices = ", ".join(f'"{choice}"' for choice in needed)
+        step = f"To change it on purpose: --set 'checkpoint.allow_change=[{choices}]'. Else: --set run.dir=PATH."
+    return RunFolderError(
+        f"{path} holds a run of another recipe: {len(refused)} key{'s differ' if len(refused) > 1 else ' differs'}",
+        evidence="\n  ".join(lines),
+        next_step=step,
+    )
+
+
+def find_start(checkpoint: Checkpoint | None, config: RunConfig) -> Start:
+    """Where to begin, given the newest whole checkpoint.
+
+    Raises:
+        TrainingError: all steps of the recipe are done.
+    """
+    if checkpoint is None:
+        return Start(checkpoint=None, progress=Progress())
+    state = checkpoint.state()
+    if state.step >= config.train.steps:
+        raise TrainingError(
+            f"nothing left to train: the run stands at step {state.step} of {config.train.steps}",
+            evidence=f"{checkpoint.folder} is its newest checkpoint.",
+            next_step=f"Train on with more steps: --set train.steps={state.step + config.train.steps} "
+            "--set 'checkpoint.allow_change=[\"lr\"]' (the schedule then ends later). A new run: --set run.dir=PATH.",
+        )
+    progress = Progress(
+        step=state.step,
+        consumed_samples=state.consumed_samples,
+        tokens=state.tokens,
+        skipped_steps=state.skipped_steps,
+    )
+    return Start(checkpoint=checkpoint, progress=progress)
+
+
+def check_sample_order(state: TrainState, datasets: Datasets, config: RunConfig) -> bool:
+    """Whether the data is the same as before; a change on purpose makes the run read the new data from its start.
+
+    Raises:
+        ConfigError: the samples, or their order, differ from those that the run has read so far.
+    """
+    before = state.sample_order.get("train")
+    if before == datasets.train.identity:
+        return True
+    if "data" in config.checkpoint.allow_change:
+        return False
+    raise ConfigError(
+        "the order of samples would not be the one that this run has read so far",
+        evidence="The dataset's files, data.order, the seed, or (with data.order = 'megatron') the number of epochs that "
+        "train.steps needs have changed.",
+        next_step="Put it back, or read the new data from its start: --set 'checkpoint.allow_change=[\"data\"]'. "
+        "With data.order = 'epoch' from the beginning the order never depends on train.steps.",
+    )

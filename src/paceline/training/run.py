@@ -1,0 +1,296 @@
+"""One start of a run, from recipe to exit code: takes the folder, builds, goes on from a checkpoint, trains, sums up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoint.manager import CheckpointManager
+from paceline.checkpoint.ranks import Ranks
+from paceline.checkpoint.store import Checkpoint
+from paceline.checkpoint.weights import CheckpointSource
+from paceline.config.check import check, refuse_errors
+from paceline.config.load import Recipe, dump_recipe
+from paceline.config.run import RunConfig
+from paceline.costs.layers import count_parameters
+from paceline.data.build import Datasets
+from paceline.observe.events import RunFolder
+from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart
+from paceline.observe.progress import ProgressHook
+from paceline.observe.sinks import EventHook, SinkHook, build_sinks
+from paceline.report import units
+from paceline.report.console import make_console, print_findings
+from paceline.report.finding import Finding
+from paceline.runtime.device import choose_device, device_name
+from paceline.runtime.log import logging_to
+from paceline.runtime.process import ProcessInfo, launch_findings, process_group
+from paceline.runtime.seed import seed_all, set_deterministic
+from paceline.runtime.signals import StopRequest
+from paceline.training.feed import Feed, open_datasets, samples_needed
+from paceline.training.persist import RunSaver, restore
+from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
+from paceline.training.samples import draw_samples, keep_tokenizer
+from paceline.training.setup import Parts, build_meter, build_parts, rates
+from paceline.training.summary import Summary, summarize
+from paceline.training.trainer import Progress, Trainer
+from paceline.training.validate import Evaluation, Evaluator
+
+log = logging.getLogger(__name__)
+
+
+def run_recipe(recipe: Recipe, info: ProcessInfo) -> int:
+    """Runs this process's part of a recipe and returns its exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        PacelineError: something is wrong that the user can mend; nothing is half-written.
+    """
+    config = recipe.config
+    findings = [*check(config, recipe.registry, info.world_size), *launch_findings(info, torch.cuda.device_count())]
+    refuse_errors(findings)
+    device = choose_device(info, config.cluster.device)
+    set_deterministic(config.run.deterministic)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        stack.enter_context(process_group(info, device, timeout_seconds=config.cluster.timeout_seconds))
+        ranks = Ranks.create(timedelta(seconds=config.cluster.timeout_seconds))
+        run = _Run(recipe, info, device, ranks, stop)
+        stack.enter_context(run.folder_held())
+        stack.enter_context(logging_to(run.folder.logs, rank=info.rank))
+        if info.is_main:
+            print_findings(make_console(stderr=True), findings)
+        run.execute()
+    return stop.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What a start needs, once it is known where it begins."""
+
+    start: Start
+    datasets: Datasets
+    parts: Parts
+    saver: RunSaver
+    trainer: Trainer
+    hooks: Hooks
+
+
+class _Run:
+    """One start of a run on one rank."""
+
+    def __init__(
+        self, recipe: Recipe, info: ProcessInfo, device: torch.device, ranks: Ranks, stop: StopRequest
+    ) -> None:
+        self.config: RunConfig = recipe.config
+        self.registry = recipe.registry
+        self.info = info
+        self.device = device
+        self.ranks = ranks
+        self.stop = stop
+        self.folder = RunFolder(self.config.run.folder)
+        self.manager = CheckpointManager(
+            self.folder.checkpoints, self.config.checkpoint, ranks=ranks, report=self._report
+        )
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def folder_held(self) -> Iterator[None]:
+        """Rank 0 holds the run folder; all ranks fail together where it cannot."""
+        recipe = dump_recipe(self.config)
+        self.ranks.from_first("taking the run folder", lambda: claim_folder(self.folder, self.config, recipe))
+        try:
+            yield
+        finally:
+            if self.info.is_main:
+                self.folder.release()
+
+    def execute(self) -> None:
+        """Everything from the checkpoint to the summary."""
+        try:
+            opened = self._open()
+        except BaseException:
+            self.manager.close()
+            raise
+        error: BaseException | None = None
+        reason = ""
+        try:
+            opened.hooks.on_start(self._start_facts(opened))
+            reason = opened.trainer.run(self.stop)
+            self.manager.close()
+            self._finish(opened, reason)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            opened.trainer.feed.close()
+            opened.hooks.on_end(RunEnd(step=opened.trainer.progress.step, reason=reason, error=error))
+
+    def _open(self) -> _Opened:
+        checkpoint = self.manager.latest()
+        start = find_start(checkpoint, self.config)
+        datasets = self._datasets(start)
+        self._phase("data")
+        parts = build_parts(self.config, self.registry, self.info, self.device)
+        self._phase("model")
+        seed_all(self.config.run.seed, rank=self.info.rank)
+        self._load(parts, checkpoint)
+        if self.info.is_main:
+            self.folder.truncate_metrics(start.progress.step)
+            keep_tokenizer(self.folder.path, datasets.tokenizer_info)
+            log.info("optimizer groups\n%s", parts.optimizer.describe())
+            for report in datasets.reports:
+                log.info("%s", report)
+        saver = RunSaver(parts, self.manager, datasets)
+        hooks = self._hooks()
+        trainer = self._trainer(parts, datasets, saver, hooks, start.progress)
+        return _Opened(start=start, datasets=datasets, parts=parts, saver=saver, trainer=trainer, hooks=hooks)
+
+    def _datasets(self, start: Start) -> Datasets:
+        progress = start.progress
+        wanted = samples_needed(self.config, consumed=progress.consumed_samples, steps_done=progress.step)
+        # rank 0 first: it writes the index cache that the others then only map
+        self.ranks.from_first("opening the data", lambda: len(self._open_data(wanted).train))
+        datasets = self._open_data(wanted)
+        if start.checkpoint is not None and not check_sample_order(start.checkpoint.state(), datasets, self.config):
+            progress.consumed_samples = 0
+            datasets = self._open_data(samples_needed(self.config, consumed=0, steps_done=progress.step))
+        return datasets
+
+    def _open_data(self, train_samples: int) -> Datasets:
+        return open_datasets(self.config, self.registry, train_samples=train_samples)
+
+    def _load(self, parts: Parts, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            restore(parts, self.manager, checkpoint)
+            log.info("going on from %s", checkpoint.folder)
+            self._phase("checkpoint")
+        elif self.config.model.init_from:
+            CheckpointSource(Path(self.config.model.init_from)).fill(parts.engine.weights())
+            parts.engine.publish_weights()
+            log.info("weights from %s; optimizer, schedule and data start anew", self.config.model.init_from)
+            self._phase("weights")
+
+    def _hooks(self) -> Hooks:
+        hooks: list[Hook] = []
+        observe = self.config.observe
+        if self.info.is_main:
+            sinks = build_sinks(
+                self.folder,
+                tensorboard=observe.tensorboard,
+                wandb_project=observe.wandb_project,
+                mlflow_experiment=observe.mlflow_experiment,
+                trackio_project=observe.trackio_project,
+            )
+            hooks += [EventHook(self.folder), SinkHook(sinks)]
+            if observe.progress != "none":
+                live = {"auto": None, "live": True, "lines": False}[observe.progress]
+                hooks.append(ProgressHook(make_console(), live=live))
+        hooks += [factory(self.config) for factory in self.registry.hooks]
+        return Hooks(hooks)
+
+    def _trainer(self, parts: Parts, datasets: Datasets, saver: RunSaver, hooks: Hooks, progress: Progress) -> Trainer:
+        feed = Feed.open(datasets.train, self.config, parts.mesh, self.device, start_sample=progress.consumed_samples)
+        return Trainer(
+            self.config,
+            step=parts.step,
+            feed=feed,
+            meter=build_meter(parts, tokens_before=progress.tokens, skipped_before=progress.skipped_steps),
+            saver=saver,
+            manager=self.manager,
+            hooks=hooks,
+            evaluator=self._evaluator(parts, datasets),
+            progress=progress,
+            device=self.device,
+        )
+
+    def _evaluator(self, parts: Parts, datasets: Datasets) -> Evaluator | None:
+        if datasets.valid is None:
+            return None
+        return Evaluator(
+            self.config, datasets.valid, task=parts.task, model=parts.model, mesh=parts.mesh, device=self.device
+        )
+
+    def _finish(self, opened: _Opened, reason: str) -> None:
+        evaluation: Evaluation | None = None
+        samples: tuple[tuple[str, str], ...] = ()
+        opened.parts.engine.wait_for_weights()
+        if not reason:
+            evaluation = self._final_evaluation(opened)
+            samples = draw_samples(opened.parts, opened.datasets.tokenizer_info)
+        if self.info.is_main and self.folder.metrics_path.exists():
+            summary = self._summary(evaluation, samples, reason)
+            summary.write(self.folder.path)
+
+    def _final_evaluation(self, opened: _Opened) -> Evaluation | None:
+        """On the test split where there is one, else on all of the validation data."""
+        evaluator = opened.trainer.evaluator
+        test = opened.datasets.test
+        if test is not None:
+            parts = opened.parts
+            evaluator = Evaluator(
+                self.config, test, task=parts.task, model=parts.model, mesh=parts.mesh, device=self.device
+            )
+        if evaluator is None:
+            return None
+        evaluation = evaluator.run(None)
+        if self.info.is_main:
+            name = "test" if test is not None else "valid"
+            self.folder.write_event(
+                "evaluation", step=self.config.train.steps, split=name, whole=True, **evaluation.values()
+            )
+        return evaluation
+
+    def _summary(self, evaluation: Evaluation | None, samples: tuple[tuple[str, str], ...], reason: str) -> Summary:
+        return summarize(
+            self.folder.path,
+            total_steps=self.config.train.steps,
+            stopped_by=reason,
+            parameters=count_parameters(self.config.model).total,
+            world_size=self.info.world_size,
+            devices=f"{self.info.world_size} x {device_name(self.device)}",
+            flops_per_token=rates(self.config, self.device).flops_per_token,
+            evaluation=evaluation,
+            samples=samples,
+        )
+
+    def _start_facts(self, opened: _Opened) -> RunStart:
+        config, parts = self.config, opened.parts
+        count = count_parameters(config.model)
+        parameters = units.count(count.total)
+        if config.model.is_moe:
+            parameters += f", {units.count(count.active)} active"
+        train = config.train
+        facts = {
+            "model": f"{parameters} parameters" + (f" ({config.model.preset})" if config.model.preset else ""),
+            "batch": f"{train.global_batch_size} sequences of {train.seq_len} tokens, "
+            f"{train.global_batch_size // (train.micro_batch_size * parts.mesh.dp_size)} micro-batches a rank",
+            "layout": f"{self.info.world_size} ranks, zero {config.parallel.zero} ({config.parallel.engine} engine), "
+            f"{train.precision}, gradients reduced in {config.parallel.reduce_dtype}",
+            "device": device_name(self.device),
+            "run folder": str(self.folder.path),
+        }
+        return RunStart(
+            run_name=config.run.name,
+            run_dir=self.folder.path,
+            start_step=opened.start.progress.step,
+            total_steps=train.steps,
+            rank=self.info.rank,
+            world_size=self.info.world_size,
+            device=str(self.device),
+            recipe=config.model_dump(mode="json"),
+            facts=facts,
+        )
+
+    def _phase(self, name: str) -> None:
+        now = time.perf_counter()
+        log.info("%s ready after %.1f s", name, now - self._began)
+        self._began = now
+
+    def _report(self, finding: Finding) -> None:
+        log.warning("%s %s %s", finding.subject, finding.evidence, finding.next_step)

@@ -1,0 +1,157 @@
+"""What a person wants to know when a run is over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.events import StepRecord, read_metrics, write_atomically
+from paceline.report import units
+from paceline.training.validate import Evaluation
+
+WARM_UP_RECORDS = 1
+"""Logged steps at the start that speeds leave out: compilation, first allocations, a cold cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a run in a few numbers; also written to ``summary.json``."""
+
+    run_dir: str
+    steps: int
+    total_steps: int
+    stopped_by: str
+    tokens: int
+    parameters: int
+    loss_first: float | None
+    loss_last: float | None
+    evaluation: dict[str, float]
+    """`loss`, `perplexity`, `bits_per_byte`, `unigram_bits_per_byte` on the held-out data; empty without any."""
+    tokens_per_second: float | None
+    tokens_per_second_per_gpu: float | None
+    tflops_per_gpu: float | None
+    mfu: float | None
+    flops_per_token: float | None
+    flops_convention: str
+    peak_tflops: float | None
+    memory_gib: float | None
+    skipped_steps: int
+    devices: str
+    samples: tuple[tuple[str, str], ...] = ()
+    """(prompt, continuation)"""
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / "summary.json", json.dumps(asdict(self), indent=2) + "\n")
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(title, text) for the terminal."""
+        rows = [
+            (
+                "steps",
+                f"{self.steps} of {self.total_steps}" + (f" (stopped: {self.stopped_by})" * bool(self.stopped_by)),
+            )
+        ]
+        rows.append(("tokens", f"{units.count(self.tokens)} into {units.count(self.parameters)} parameters"))
+        if self.loss_first is not None and self.loss_last is not None:
+            rows.append(("training loss", f"{self.loss_first:.3f} -> {self.loss_last:.3f}"))
+        rows += self._held_out()
+        rows += self._speed()
+        if self.skipped_steps:
+            rows.append(("skipped steps", f"{self.skipped_steps} (loss or gradient not finite)"))
+        rows.append(("run folder", self.run_dir))
+        return rows
+
+    def _held_out(self) -> list[tuple[str, str]]:
+        found = self.evaluation
+        if not found:
+            return []
+        rows = [("held-out loss", f"{found['loss']:.3f} nats a token, perplexity {found['perplexity']:.1f}")]
+        if "bits_per_byte" in found:
+            ours, base = found["bits_per_byte"], found["unigram_bits_per_byte"]
+            rows.append(
+                ("bits per byte", f"{ours:.3f}; unigram model on the same tokens {base:.3f}; ratio {ours / base:.3f}")
+            )
+        return rows
+
+    def _speed(self) -> list[tuple[str, str]]:
+        if self.tokens_per_second is None or self.tokens_per_second_per_gpu is None:
+            return []
+        rows = [
+            (
+                "throughput",
+                f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_per_gpu:,.0f} per device ({self.devices})",
+            )
+        ]
+        if self.tflops_per_gpu is not None and self.flops_per_token is not None:
+            rows.append(
+                (
+                    "model FLOP/s",
+                    f"{self.tflops_per_gpu:.3g} TFLOP/s per device = tokens/s x {self.flops_per_token / 1e9:.4g} GFLOP "
+                    f"a token ({self.flops_convention} attention, recomputation not counted)",
+                )
+            )
+        if self.mfu is not None:
+            rows.append(("MFU", f"{self.mfu:.1%} = model FLOP/s / peak of {self.peak_tflops:g} TFLOP/s"))
+        if self.memory_gib is not None:
+            rows.append(("peak memory", f"{self.memory_gib:.2f} GiB per device"))
+        return rows
+
+
+def speed_of(records: Sequence[StepRecord]) -> dict[str, Any]:
+    """Means over the logged steps after the first, each weighted by the steps it stands for."""
+    usable = records[WARM_UP_RECORDS:] or list(records)
+    if not usable:
+        return {"tokens_per_second_per_gpu": None, "tflops_per_gpu": None, "mfu": None, "memory_gib": None}
+    before = dict(zip((r.step for r in records[1:]), (r.step for r in records[:-1]), strict=False))
+    weights = [record.step - before.get(record.step, record.step - 1) for record in usable]
+    seconds = sum(weight * record.step_seconds for weight, record in zip(weights, usable, strict=True))
+    mean_step = seconds / sum(weights)
+    last = usable[-1]
+    scale = last.step_seconds / mean_step
+    return {
+        "tokens_per_second_per_gpu": last.tokens_per_second_per_gpu * scale,
+        "tflops_per_gpu": None if last.tflops_per_gpu is None else last.tflops_per_gpu * scale,
+        "mfu": None if last.mfu is None else last.mfu * scale,
+        "memory_gib": max(record.memory_gib for record in records),
+    }
+
+
+def summarize(
+    folder: Path,
+    *,
+    total_steps: int,
+    stopped_by: str,
+    parameters: int,
+    world_size: int,
+    devices: str,
+    flops_per_token: float | None,
+    evaluation: Evaluation | None,
+    samples: Sequence[tuple[str, str]] = (),
+) -> Summary:
+    """Reads the run folder's own metrics, so that a resumed run is summed up whole."""
+    records = read_metrics(folder)
+    speed = speed_of(records)
+    last = records[-1]
+    per_gpu = speed["tokens_per_second_per_gpu"]
+    return Summary(
+        run_dir=str(folder),
+        steps=last.step,
+        total_steps=total_steps,
+        stopped_by=stopped_by,
+        tokens=last.tokens,
+        parameters=parameters,
+        loss_first=records[0].loss,
+        loss_last=last.loss,
+        evaluation=evaluation.values() if evaluation else {},
+        tokens_per_second=None if per_gpu is None else per_gpu * world_size,
+        flops_per_token=flops_per_token,
+        flops_convention=last.flops_convention,
+        peak_tflops=last.peak_tflops,
+        skipped_steps=last.skipped_steps,
+        devices=devices,
+        samples=tuple(samples),
+        **speed,
+    )

@@ -1,0 +1,187 @@
+"""The loop: step after step until the end, a stop request, or something that cannot be gone on from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.checkpoint.manager import CheckpointManager
+from paceline.config.run import RunConfig
+from paceline.data.batch import Batch
+from paceline.observe.hooks import BackwardEnd, CheckpointSaved, Hooks, StepEnd, StepStart
+from paceline.observe.metrics import Meter, Reading
+from paceline.runtime.collection import GarbageCollection
+from paceline.runtime.process import any_rank
+from paceline.runtime.signals import StopRequest
+from paceline.training.feed import Feed
+from paceline.training.nonfinite import SkipWatch, explain_nonfinite
+from paceline.training.step import StepOutcome, TrainStep
+from paceline.training.validate import Evaluation, Evaluator, with_prefix
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far the run is: what a checkpoint stores beside tensors."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    consumed_samples: int = 0
+    tokens: int = 0
+    """Tokens read, padding included."""
+    skipped_steps: int = 0
+    """As of the last logged or saved step."""
+
+
+class Saver(Protocol):
+    """Where checkpoints go; `training/persist.py` has the real one."""
+
+    def save(self, progress: Progress) -> None:
+        """Starts to write a checkpoint of the current state; returns when the state may change again."""
+
+
+class Trainer:
+    """Runs the steps of one start of a run.
+
+    Knows contracts only: a step, a feed, an evaluator, a saver, hooks. `training/run.py` puts them together.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        step: TrainStep,
+        feed: Feed,
+        meter: Meter,
+        saver: Saver,
+        manager: CheckpointManager,
+        hooks: Hooks,
+        evaluator: Evaluator | None,
+        progress: Progress,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.step = step
+        self.feed = feed
+        self.meter = meter
+        self.saver = saver
+        self.manager = manager
+        self.hooks = hooks
+        self.evaluator = evaluator
+        self.progress = progress
+        self.watch = SkipWatch(device)
+        self.collection = GarbageCollection(config.train.gc_interval)
+        self._saved_step = progress.step
+        self.last_reading: Reading | None = None
+        self.first_loss: float | None = None
+
+    def run(self, stop: StopRequest) -> str:
+        """Runs to the end of the recipe. Returns why it stopped before it, or "".
+
+        Raises:
+            TrainingError: too many steps in a row were not finite.
+        """
+        self.step.on_backward_end = lambda number: self.hooks.on_backward_end(BackwardEnd(step=number))
+        self.step.model.train()
+        self.meter.start()
+        with self.collection:
+            while self.progress.step < self.config.train.steps:
+                batches = self._one_step()
+                # one vote a step: a signal, or a row of skipped steps, may be known to one rank and not yet to another
+                if any_rank(bool(stop) or self._has_failed()):
+                    self._refuse_nonfinite(batches)
+                    self._save_last()
+                    return stop.reason or "another rank was asked to stop"
+        if self.config.checkpoint.save_last:
+            self._save_last()
+        return ""
+
+    def _save_last(self) -> None:
+        self._save()
+        self.manager.wait()
+        self._announce_saved()
+
+    def _one_step(self) -> Sequence[Batch]:
+        number = self.progress.step + 1
+        self.hooks.on_step_start(StepStart(step=number))
+        waited = self.feed.wait_seconds
+        batches = self.feed.next_step()
+        self.meter.add_data_wait(self.feed.wait_seconds - waited)
+        outcome = self.step.run(number, batches)
+        self._count(outcome)
+        self.collection.after_step(number)
+        reading = self._read(number, outcome)
+        evaluation = self._evaluate(number)
+        if self.manager.due(number):
+            self._save()
+        self._announce_saved()
+        self.hooks.on_step_end(
+            StepEnd(
+                step=number,
+                record=reading.record if reading else None,
+                evaluation=with_prefix("valid", evaluation.values()) if evaluation else None,
+            )
+        )
+        return batches
+
+    def _count(self, outcome: StepOutcome) -> None:
+        train = self.config.train
+        self.progress.step += 1
+        self.progress.consumed_samples += train.global_batch_size
+        self.progress.tokens += train.global_batch_size * train.seq_len
+        means = {} if outcome.aux_loss is None else {"aux_loss": outcome.aux_loss}
+        self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
+        self.meter.end_step(outcome.grad_norm, ~outcome.finite)
+        self.watch.add(outcome.finite)
+
+    def _read(self, number: int, outcome: StepOutcome) -> Reading | None:
+        last = number == self.config.train.steps
+        if number % self.config.observe.log_interval and not last and self.first_loss is not None:
+            return None
+        reading = self.meter.read(number, outcome.lr)
+        self.progress.skipped_steps = reading.record.skipped_steps
+        for finding in reading.findings:
+            log.warning("%s %s %s", finding.subject, finding.evidence, finding.next_step)
+        if self.first_loss is None:
+            self.first_loss = reading.record.loss
+        self.last_reading = reading
+        return reading
+
+    def _evaluate(self, number: int) -> Evaluation | None:
+        interval = self.config.train.eval_interval
+        if self.evaluator is None or not interval or number % interval:
+            return None
+        with self.meter.excluded():
+            self.step.engine.wait_for_weights()
+            return self.evaluator.run(self.config.train.eval_steps)
+
+    def _save(self) -> None:
+        if self._saved_step == self.progress.step:
+            return
+        with self.meter.excluded():
+            self.step.engine.wait_for_weights()
+            self.saver.save(self.progress)
+        self._saved_step = self.progress.step
+
+    def _announce_saved(self) -> None:
+        """Tells the hooks of a checkpoint once it is whole on disk, which is some steps after it was begun."""
+        saved = self.manager.completed()
+        if saved is not None:
+            self.hooks.on_checkpoint(CheckpointSaved(step=saved.step, path=saved.folder))
+
+    @property
+    def _limit(self) -> int:
+        return 1 if self.config.train.on_nonfinite == "stop" else self.config.train.max_skipped_steps
+
+    def _has_failed(self) -> bool:
+        return self.watch.longest >= self._limit
+
+    def _refuse_nonfinite(self, batches: Sequence[Batch]) -> None:
+        if any_rank(self._has_failed()):
+            task, engine = self.step.task, self.step.engine
+            raise explain_nonfinite(self.progress.step, self._limit, batches, task=task, engine=engine)

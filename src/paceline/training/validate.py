@@ -1,0 +1,154 @@
+"""How good is the model on data that it does not learn from?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from paceline.config.run import RunConfig
+from paceline.data.batch import IGNORE_INDEX, Batch
+from paceline.data.build import Split
+from paceline.data.loader import Loader
+from paceline.models.transformer import Transformer
+from paceline.parallel.collectives import all_reduce
+from paceline.parallel.mesh import ParallelMesh
+from paceline.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The result on a held-out set, in nats a token unless said otherwise."""
+
+    loss: float
+    tokens: int
+    """Labels that were scored."""
+    unigram_loss: float
+    """Entropy of the scored tokens' own frequencies: no model that ignores the context can be below it on them."""
+    bytes_per_token: float | None
+    """UTF-8 bytes of text a token stands for, on average over the dataset; None where it is not recorded."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self._bits(self.loss)
+
+    @property
+    def unigram_bits_per_byte(self) -> float | None:
+        return self._bits(self.unigram_loss)
+
+    def _bits(self, loss: float) -> float | None:
+        return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
+
+    def values(self) -> dict[str, float]:
+        """For the metrics: names and numbers."""
+        found = {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "tokens": float(self.tokens),
+            "unigram_loss": self.unigram_loss,
+        }
+        for name in ("bits_per_byte", "unigram_bits_per_byte"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        return found
+
+
+class Evaluator:
+    """Scores a held-out split, the same samples each time, whatever the layout.
+
+    Args:
+        split: the held-out data; every sample exactly once, the last one padded.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        split: Split,
+        *,
+        task: Task,
+        model: Transformer,
+        mesh: ParallelMesh,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.split = split
+        self.task = task
+        self.model = model
+        self.mesh = mesh
+        self.device = device
+
+    def run(self, global_batches: int | None) -> Evaluation:
+        """Scores the first so many global batches, or everything. A collective; weights must be published."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                sums, histogram = self._score(global_batches)
+        finally:
+            self.model.train(training)
+        loss_sum, count = sums.tolist()
+        if not count:
+            return Evaluation(loss=math.nan, tokens=0, unigram_loss=math.nan, bytes_per_token=None)
+        return Evaluation(
+            loss=loss_sum / count,
+            tokens=int(count),
+            unigram_loss=_entropy(histogram),
+            bytes_per_token=self.split.bytes_per_token,
+        )
+
+    def _score(self, global_batches: int | None) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        histogram = torch.zeros(self.config.model.vocab_size, dtype=torch.int64, device=self.device)
+        with self._loader() as loader:
+            limit = None if global_batches is None else global_batches * loader.micro_batches_per_step
+            for batch in islice(loader, limit):
+                batch = self.task.prepare(batch.to(self.device))
+                terms = self.task.loss(self.model, batch)
+                # deliberately not loss_sum: with multi-token prediction it holds more than the next token's loss
+                main = terms.stats.get("loss_sum_main", terms.loss_sum)
+                sums += torch.stack((main.double(), terms.count.double()))
+                histogram += _label_counts(batch, histogram.numel())
+        all_reduce(sums, self.mesh["dp"], "dp/evaluation/loss")
+        all_reduce(histogram, self.mesh["dp"], "dp/evaluation/labels")
+        return sums, histogram
+
+    def _loader(self) -> Loader:
+        train = self.config.train
+        return Loader(
+            self.split,
+            micro_batch_size=train.micro_batch_size,
+            global_batch_size=train.global_batch_size,
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_size,
+            num_workers=self.config.data.num_workers,
+            prefetch=self.config.data.prefetch,
+            at_end="pad",
+        )
+
+
+def _label_counts(batch: Batch, vocab_size: int) -> Tensor:
+    labels = batch.labels.flatten()
+    scored = labels != IGNORE_INDEX
+    counts = torch.zeros(vocab_size, dtype=torch.int64, device=labels.device)
+    return counts.scatter_add_(0, labels.clamp(min=0), scored.long())
+
+
+def _entropy(histogram: Tensor) -> float:
+    """Entropy in nats of the distribution that these counts are."""
+    counts = histogram.double()
+    shares = counts / counts.sum()
+    return float(-torch.special.xlogy(shares, shares).sum())
+
+
+def with_prefix(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    """``{"loss": 1}`` -> ``{"valid/loss": 1}``."""
+    return {f"{prefix}/{name}": value for name, value in values.items()}

@@ -1,0 +1,59 @@
+"""Do the sections fit each other and the number of ranks?"""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.config.check import check, refuse_errors
+from paceline.config.load import resolve
+from paceline.errors import ConfigError
+
+
+def refused(world_size: int, *overrides: str) -> ConfigError:
+    recipe = resolve({}, list(overrides))
+    with pytest.raises(ConfigError) as error:
+        refuse_errors(check(recipe.config, recipe.registry, world_size))
+    return error.value
+
+
+def test_the_default_recipe_is_fine_on_one_two_and_four_ranks() -> None:
+    recipe = resolve({})
+    for world_size in (1, 2, 4):
+        refuse_errors(check(recipe.config, recipe.registry, world_size))
+
+
+def test_batch_sizes_name_their_nearest_neighbours() -> None:
+    # 256 sequences on 7 ranks in micro-batches of 2: 252 and 266 are the next that divide
+    error = refused(7, "train.global_batch_size=256", "train.micro_batch_size=2")
+    assert "256" in error.subject and "252 and 266" in error.next_step
+
+
+def test_a_world_size_that_does_not_match_is_refused() -> None:
+    error = refused(4, "parallel.dp_shard=3")
+    assert "dp_shard 3" in error.subject and "4 ranks" in error.subject
+    assert "dp_shard = 4" in error.next_step
+    assert "8 ranks" in refused(8, "parallel.dp_replicate=3").subject
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep", "etp"])
+def test_what_is_not_there_yet_is_refused_by_name(axis: str) -> None:
+    assert f"parallel.{axis} = 2" in refused(2, f"parallel.{axis}=2").subject
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.precision=fp8", "train.precision = 'fp8'"),
+        ("task.kind=dpo", "task.kind = 'dpo'"),
+        ("train.seq_len=8192", "train.seq_len = 8192 is longer than model.max_seq_len = 4096"),
+        ('parallel.recompute=["full"]', "lists 1 layers, the model has 4"),
+    ],
+)
+def test_refusals(override: str, words: str) -> None:
+    error = refused(1, override)
+    assert words in error.subject and error.next_step
+
+
+def test_several_errors_are_told_together() -> None:
+    error = refused(1, "train.precision=fp8", "train.seq_len=8192")
+    assert "fp8" in error.subject and "8192" in error.next_step
