@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.config.model import ModelConfig
-from paceline.config.presets import preset, preset_names, register_preset
+from paceline.config.presets import preset, preset_names
 from paceline.errors import ConfigError
 from paceline.models.transformer import Transformer
 
@@ -99,14 +99,3 @@ def test_unknown_name_points_to_near_ones() -> None:
 def test_what_preset_gives_is_the_callers() -> None:
     preset("tiny_moe")["moe"]["ffn_size"] = 1
     assert preset("tiny_moe")["moe"]["ffn_size"] == 96
-
-
-def test_plugin_registers_a_preset() -> None:
-    register_preset("my_shape", {"num_layers": 2, "hidden_size": 64})
-    register_preset("my_shape", {"num_layers": 2, "hidden_size": 64})  # a plugin imported twice
-    assert preset("my_shape") == {"num_layers": 2, "hidden_size": 64}
-    assert "my_shape" in preset_names()
-    with pytest.raises(ConfigError, match="exists already"):
-        register_preset("llama3_8b", {"num_layers": 2})
-    with pytest.raises(ConfigError, match="unknown fields: layers"):
-        register_preset("other_shape", {"layers": 2})

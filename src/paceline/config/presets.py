@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-from paceline.config.model import ModelConfig
 from paceline.errors import ConfigError
 
-Fields = dict[str, Any]
+Fields: TypeAlias = dict[str, Any]
 
 
 def preset_names() -> list[str]:
-    """All names, built in and registered, sorted."""
-    return sorted({**_BUILT_IN, **_REGISTERED})
+    """All names, sorted. Those of plugins are in `config.plugins.Registry`."""
+    return sorted(_PRESETS)
 
 
 def preset(name: str) -> Fields:
@@ -31,40 +29,14 @@ def preset(name: str) -> Fields:
     Raises:
         ConfigError: no such preset; names the nearest ones.
     """
-    known = {**_BUILT_IN, **_REGISTERED}
-    if name in known:
-        return copy.deepcopy(known[name])
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if name in _PRESETS:
+        return copy.deepcopy(_PRESETS[name])
+    near = difflib.get_close_matches(name, _PRESETS, n=3, cutoff=0.5)
     raise ConfigError(
         f"model.preset = '{name}' is not a known preset",
         evidence=f"Near it: {', '.join(near)}." if near else "",
         next_step="`paceline train --presets` lists all of them; without a preset, give model.num_layers and so on.",
     )
-
-
-def register_preset(name: str, fields: Mapping[str, Any]) -> None:
-    """Adds a preset for this process; what a module named in `run.plugins` calls while it is imported.
-
-    Raises:
-        ConfigError: the name is taken by another shape, or `fields` is not a model.
-    """
-    fields = dict(copy.deepcopy(fields))
-    known = {**_BUILT_IN, **_REGISTERED}
-    if known.get(name, fields) != fields:
-        raise ConfigError(f"the preset '{name}' exists already with another shape", next_step="Choose another name.")
-    unknown = sorted(set(fields) - set(ModelConfig.model_fields))
-    if unknown:
-        raise ConfigError(
-            f"the preset '{name}' has unknown fields: {', '.join(unknown)}",
-            next_step="Use the fields of the [model] section: `paceline train --print-schema` lists them.",
-        )
-    ModelConfig(**fields)
-    _REGISTERED[name] = fields
-
-
-# The one place of process-wide state in this room: presets of plugins, which are imported once and before any recipe is
-# resolved. Names only ever come to it, never change.
-_REGISTERED: dict[str, Fields] = {}
 
 
 # ---- families: what their members share
@@ -234,7 +206,7 @@ def _deepseek(*sizes: int, vocab_size: int, mscale: float, **more: Any) -> Field
 
 # ---- the shapes
 
-_BUILT_IN: dict[str, Fields] = {
+_PRESETS: dict[str, Fields] = {
     "gpt2": _gpt(12, 768, 12, max_seq_len=1024),
     "gpt2_medium": _gpt(24, 1024, 16, max_seq_len=1024),
     "gpt2_large": _gpt(36, 1280, 20, max_seq_len=1024),
