@@ -116,4 +116,4 @@ def test_state_names() -> None:
     optimizer = build_optimizer(OptimConfig(name="muon"), ToyEngine(toy_values(0)).as_engine())
     names = set(optimizer.state())
     assert {"blocks.0.mlp.up.weight/momentum", "norm.weight/exp_avg", "norm.weight/exp_avg_sq"} <= names
-    assert "matrices: 4 tensors" in optimizer.describe()
+    assert "matrices: 5 tensors" in optimizer.describe()

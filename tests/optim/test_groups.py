@@ -22,7 +22,7 @@ def test_kinds() -> None:
     assert {name for name, kind in kinds.items() if kind == "vector"} == VECTORS
     assert kinds["embed.weight"] == "embedding"
     assert kinds["head.weight"] == "head"
-    assert kinds["blocks.1.moe.experts.up"] == kinds["blocks.1.moe.router.weight"] == "matrix"
+    assert kinds["blocks.1.moe.experts.up_weight"] == kinds["blocks.1.moe.router.weight"] == "matrix"
 
 
 @pytest.mark.parametrize("layout", ["whole", "flat", "rows"])
@@ -50,8 +50,8 @@ def test_embeddings_without_decay() -> None:
 
 def test_report_counts_every_parameter_once() -> None:
     assert describe_groups(OptimConfig(name="muon"), SHAPES).splitlines() == [
-        "matrices: 4 tensors, 1,212 parameters, muon, lr 0.02, weight decay 0.1",
+        "matrices: 5 tensors, 2,172 parameters, muon, lr 0.02, weight decay 0.1",
         "head: 1 tensors, 600 parameters, adamw, lr 0.0003, weight decay 0.1",
         "embeddings: 1 tensors, 600 parameters, adamw, lr 0.0003, weight decay 0.1",
-        "norms and biases: 5 tensors, 92 parameters, adamw, lr 0.0003, weight decay 0",
+        "norms and biases: 5 tensors, 132 parameters, adamw, lr 0.0003, weight decay 0",
     ]

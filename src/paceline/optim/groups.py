@@ -41,7 +41,7 @@ def parameter_kind(name: str, global_shape: Sequence[int]) -> ParameterKind:
     """What a parameter is to an optimizer.
 
     vector: at most one dimension, any bias (also those of stacked experts, [E, F]), and matrices of one row or column,
-    such as the gate of shared experts. matrix: the rest of the blocks, 2-D, or 3-D for stacked experts [E, a, b].
+    such as the gate of shared experts. matrix: the rest of the blocks, 2-D, or more for stacked experts [E, (M,) a, b].
     """
     if name.startswith("embed."):
         return "embedding"

@@ -4,14 +4,15 @@ torchao quantises in blocks of 256 elements, and only tensors whose size is a mu
 each local tensor is handed to torchao as two views: whole blocks, and a remainder of less than one block in fp32.
 
 Checkpoints hold the moments in fp32, laid out as without quantisation: a run may be resumed with other ranks, another
-engine or with plain AdamW. Saving and loading at the same layout gives the same codes; at another layout the blocks
-begin elsewhere and the moments are rounded once more.
+engine or with plain AdamW. Saving and loading at the same layout gives the same codes, and scales to within rounding of
+fp32; at another layout the blocks begin elsewhere and the moments are quantised once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ class AdamW8bitRule:
                     local = torch.zeros_like(parameter.param)
                     _copy_pieces(values[f"{parameter.name}/{key}"], parameter.pieces(local))
                     for view, part in zip(self._views[parameter.name], _split(local), strict=True):
-                        self._optimizer.state[view][key].copy_(part)
+                        _store(self._optimizer.state[view][key], part)
 
     def _dequantised(self, view: nn.Parameter, key: str) -> Tensor:
         stored = self._optimizer.state[view][key]
@@ -164,6 +165,25 @@ def _split(local: Tensor) -> list[Tensor]:
 
 def _views(local: Tensor) -> list[nn.Parameter]:
     return [nn.Parameter(part, requires_grad=False) for part in _split(local)]
+
+
+def _store(stored: Any, values: Tensor) -> None:
+    """Writes fp32 values into a moment so that values that came out of one give the same codes again.
+
+    torchao takes a block's largest magnitude as its scale, but its signed table ends at -0.993 and 1: a block whose
+    largest element is negative would come back with a smaller scale and other codes.
+    """
+    if not hasattr(stored, "codes"):
+        stored.copy_(values)
+        return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    blocks = values.view(-1, BLOCK_SIZE)
+    low, high = blocks.amin(1), blocks.amax(1)
+    scale = torch.where(high >= -low, high, low / stored.qmap[0]) if stored.signed else high
+    scaled = blocks / scale.clamp(min=1e-12)[:, None]
+    stored.codes.copy_(quantize_8bit_with_qmap(scaled.view(-1), stored.qmap).view_as(stored.codes))
+    stored.scale.copy_(scale)
 
 
 def _copy_pieces(source: ShardedValue, target: ShardedValue) -> None:

@@ -10,6 +10,7 @@ The plan is made once, from `MainParameter.pieces` of all ranks; it knows no eng
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.checkpoint.pieces import ShardedValue
 from paceline.parallel.engine import MainParameter
 
 _ROUND_ELEMENTS = 64 * 2**20
@@ -58,7 +60,7 @@ class MatrixExchange:
     """Applies a function of whole matrices to tensors of which each rank holds pieces.
 
     Args:
-        parameters: this rank's matrices, 2-D or stacked 3-D. Ranks may list different ones, in the same order.
+        parameters: this rank's matrices, alone or stacked. Ranks may list different ones, in the same order.
         group: the ranks that together hold every element; None = this rank holds all.
         device: where buffers are and the function runs.
         wire_dtype: what is sent and what the function gets.
@@ -80,12 +82,8 @@ class MatrixExchange:
         self._size = dist.get_world_size(group) if group is not None else 1
         mine = {
             name: (
-                _three(tuple(parameter.global_shape), 1),
-                [
-                    (_three(piece.offsets, 0), _three(tuple(piece.tensor.shape), 1))
-                    for piece in parameter.pieces(parameter.param.detach()).pieces
-                    if piece.tensor.numel()
-                ],
+                _stack_shape(parameter.global_shape),
+                [box for box, _ in _stacked_parts(parameter.pieces(parameter.param.detach()))],
             )
             for name, parameter in self._parameters.items()
         }
@@ -119,9 +117,7 @@ class MatrixExchange:
             self._distribute(units, results, views)
 
     def _views(self, name: str, tensor: Tensor) -> list[Tensor]:
-        pieces = self._parameters[name].pieces(tensor).pieces
-        views = [piece.tensor for piece in pieces if piece.tensor.numel()]
-        return [view if view.dim() == 3 else view.unsqueeze(0) for view in views]
+        return [view for _, view in _stacked_parts(self._parameters[name].pieces(tensor))]
 
     def _collect(self, units: Sequence[_Unit], views: dict[str, list[Tensor]]) -> list[Tensor]:
         """The whole matrices of the units that this rank owns."""
@@ -184,10 +180,36 @@ class MatrixExchange:
         return buffer
 
 
-def _three(values: tuple[int, ...], lead: int) -> tuple[int, int, int]:
-    values = (lead, *values) if len(values) == 2 else values
-    assert len(values) == 3, f"a matrix or stacked matrices, not {values}"
-    return values[0], values[1], values[2]
+def _stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:
+    """[matrices, rows, columns] of one matrix [a, b], stacked ones [E, a, b], or pairs of stacked ones [E, M, a, b]."""
+    assert 2 <= len(shape) <= 4, f"a matrix or stacked matrices, not {tuple(shape)}"
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def _stacked_parts(value: ShardedValue) -> list[tuple[Box, Tensor]]:
+    """The pieces as boxes of the stack of matrices, with views of their memory; empty ones left out."""
+    parts: list[tuple[Box, Tensor]] = []
+    for piece in value.pieces:
+        tensor, offsets = piece.tensor, piece.offsets
+        if not tensor.numel():
+            continue
+        if tensor.dim() == 2:
+            tensor, offsets = tensor.unsqueeze(0), (0, *offsets)
+        if tensor.dim() == 3:
+            parts.append(_part(offsets[0], offsets[1:], tensor))
+            continue
+        per_expert = value.global_shape[1]
+        if tensor.shape[1] == per_expert:
+            parts.append(_part(offsets[0] * per_expert, offsets[2:], tensor.flatten(0, 1)))
+        else:
+            for index, expert in enumerate(tensor.unbind(0), start=offsets[0]):
+                parts.append(_part(index * per_expert + offsets[1], offsets[2:], expert))
+    return parts
+
+
+def _part(first: int, corner: tuple[int, ...], tensor: Tensor) -> tuple[Box, Tensor]:
+    count, rows, columns = tensor.shape
+    return ((first, corner[0], corner[1]), (count, rows, columns)), tensor
 
 
 def _parts(unit: _Unit, boxes: dict[str, list[Box]], whole: Tensor) -> list[Tensor]:

@@ -44,7 +44,7 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 class MuonRule:
-    """Muon for the matrices of one group; stacked experts are so many matrices.
+    """Muon for the matrices of one group; stacked experts are so many matrices, gate and up each one.
 
     ``m = lerp(m, g, 1 - momentum)``, ``u = orthogonalize(lerp(g, m, momentum))`` (Nesterov),
     ``p = p (1 - lr decay) - lr sqrt(max(1, rows / columns)) u``.
