@@ -1,0 +1,246 @@
+"""One flat weight buffer and one flat gradient buffer, for parameters of one precision that the same ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.pieces import ShardedValue
+from paceline.parallel.buckets import Bucket, Slot, plan_buckets
+from paceline.parallel.collectives import Axis, Pending, all_gather
+from paceline.parallel.engine import MainParameter
+from paceline.parallel.lanes import Lane
+from paceline.parallel.parameters import Site, main_dtype
+from paceline.parallel.reduction import GradientReducer
+from paceline.parallel.shard_state import ShardState
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatSettings:
+    """What all groups of an engine share."""
+
+    device: torch.device
+    accumulate_dtype: torch.dtype
+    bucket_elements: int
+    offload: bool
+    lane: Lane
+
+
+class FlatGroup:
+    """Buffers, buckets and shards of some parameters, and the communication for them.
+
+    Life: `allocate`, then the caller initialises the parameters, then `settle`. A step: `begin`, hooks during backward,
+    `finish`, the optimizer, `publish`; `wait_for` before a bucket's weights are read.
+    """
+
+    def __init__(
+        self, sites: Mapping[str, Site], shard_axis: Axis, reducer: GradientReducer, settings: FlatSettings
+    ) -> None:
+        first = next(iter(sites.values()))
+        self._sites, self._shard_axis, self._reducer, self._settings = dict(sites), shard_axis, reducer, settings
+        self._lane = settings.lane
+        self._dtype, self._main_dtype = first.compute_dtype, main_dtype(first.parameter.dtype)
+        self._accumulate_dtype = torch.float64 if self._main_dtype == torch.float64 else settings.accumulate_dtype
+        self.layout = plan_buckets(
+            {name: site.parameter.shape for name, site in sites.items()},
+            shard_degree=shard_axis.size,
+            bucket_elements=settings.bucket_elements,
+        )
+        self._slots = self.layout.slots
+        self._seen: set[str] = set()
+        """Parameters whose gradient has arrived since `zero`: the others' part of the buffer is of an earlier step."""
+        self._waiting: list[int] = []
+        """Per bucket, gradients that are to arrive before it is sent; only during the last micro-batch."""
+        self._started = 0
+        """Buckets that are on their way. They start strictly in order, so all ranks send the same ones at a time."""
+        self._reductions: list[tuple[Bucket, Callable[[], None], torch.cuda.Event | None]] = []
+        self._gathers: dict[int, tuple[Pending, torch.cuda.Event | None]] = {}
+
+    # ---- memory
+
+    def allocate(self) -> None:
+        """Buffers; parameters become views in the main dtype, to be initialised in full precision."""
+        device, size = self._settings.device, self.layout.size
+        self._weights = torch.zeros(size, dtype=self._dtype, device=device)
+        self._gradients = torch.zeros(size, dtype=self._accumulate_dtype, device=device)
+        if self._dtype == self._main_dtype:
+            self._initial = self._weights
+        elif self._accumulate_dtype == self._main_dtype:
+            self._initial = self._gradients  # not needed yet, and just right
+        else:
+            self._initial = torch.zeros(size, dtype=self._main_dtype, device=device)
+        self._bind(self._initial)
+
+    def settle(self) -> None:
+        """Takes main weights and compute weights from the initialised parameters, which become views of the latter."""
+        self.state = ShardState(
+            self.layout,
+            self._shard_axis.index,
+            self._weights,
+            self._gradients,
+            self._main_dtype,
+            offload=self._settings.offload,
+        )
+        if self.state.own_weights is not None:
+            for bucket in self.layout.buckets:
+                self.state.weight_shard(bucket).copy_(self.state.shard_of(self._initial, bucket))
+        if self._initial is not self._weights:
+            self._weights.copy_(self._initial)
+            self._initial.zero_()
+        self._bind(self._weights)
+        del self._initial
+        for name, site in self._sites.items():
+            site.parameter.register_post_accumulate_grad_hook(self._arrival_of(self._slots[name]))
+        self.main_parameters = [
+            self._main_parameter(slot)
+            for name in self._sites
+            if len(range(*self.state.owned(slot := self._slots[name])))
+        ]
+
+    def _bind(self, buffer: Tensor) -> None:
+        for name, site in self._sites.items():
+            slot = self._slots[name]
+            site.replace(buffer[slot.start : slot.end].view(slot.shape))
+
+    def _main_parameter(self, slot: Slot) -> MainParameter:
+        start, _ = self.state.owned(slot)
+
+        def locate(local: Tensor) -> ShardedValue:
+            return ShardedValue.from_flat_range(local, slot.shape, start)
+
+        param = nn.Parameter(self.state.weight_of(slot))
+        return MainParameter(name=slot.name, param=param, global_shape=slot.shape, locate=locate)
+
+    # ---- gradients
+
+    def zero(self) -> None:
+        """Gradients of an earlier step are forgotten; nothing is written: the first to arrive replaces them."""
+        assert not self._reductions, "gradients are still on their way"
+        self._seen.clear()
+        self._waiting, self._started = [], 0
+        for parameter in self.main_parameters:
+            parameter.param.grad = None
+
+    def begin_last(self) -> None:
+        """The next backward is the last one: a bucket whose gradients have all arrived is sent at once."""
+        self._waiting = [len(bucket.slots) for bucket in self.layout.buckets]
+
+    def _arrival_of(self, slot: Slot) -> Callable[[Tensor], None]:
+        place = self._gradients.data[slot.start : slot.end].view(slot.shape)
+
+        @torch.no_grad()
+        def arrival(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            assert slot.bucket >= self._started, f"{slot.name}: a gradient arrived after its bucket was sent"
+            if slot.name in self._seen:
+                place.add_(gradient)
+            else:
+                self._seen.add(slot.name)
+                place.copy_(gradient)
+            if self._waiting:
+                self._waiting[slot.bucket] -= 1
+                self._start_ready()
+
+        return arrival
+
+    def _start_ready(self) -> None:
+        while self._started < len(self._waiting) and self._waiting[self._started] == 0:
+            self._start(self.layout.buckets[self._started])
+
+    def _start(self, bucket: Bucket) -> None:
+        self._started += 1
+        lane, shard = self._lane, self.state.shard_of(self._gradients, bucket)
+        with lane.run():
+            finish = self._reducer.start(
+                self._gradients[bucket.start : bucket.end], shard, async_op=not lane.asynchronous
+            )
+            if lane.asynchronous:
+                finish()
+                self.state.store_gradients(bucket)
+        self._reductions.append((bucket, finish, lane.mark()))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sends what has not been sent (parameters without a gradient count as zero) and waits for the sums."""
+        for bucket in self.layout.buckets[self._started :]:
+            for slot in bucket.slots:
+                if slot.name not in self._seen:
+                    self._gradients[slot.start : slot.end].zero_()
+            self._start(bucket)
+        for bucket, finish, mark in self._reductions:
+            self._lane.wait(mark)
+            if not self._lane.asynchronous:
+                finish()
+                self.state.store_gradients(bucket)
+        self._reductions.clear()
+        if self.state.offload:
+            self._lane.drain()
+        for parameter in self.main_parameters:
+            parameter.param.grad = self.state.gradient_of(self._slots[parameter.name])
+
+    # ---- weights
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Main weights go to the weight buffers of all ranks, in the order of use."""
+        self.wait_for(range(len(self.layout.buckets)))
+        if self.state.own_weights is None and self._shard_axis.size == 1:
+            return
+        if self.state.offload:
+            self._lane.drain()
+        for bucket in reversed(self.layout.buckets):
+            self.state.cast_for_sending(bucket)
+            with self._lane.run():
+                self.state.load_weights(bucket)
+                pending = all_gather(
+                    # .data: the gather writes while a forward is under way; see Site.replace
+                    self._weights.data[bucket.start : bucket.end],
+                    self.state.shard_of(self._weights.data, bucket),
+                    self._shard_axis,
+                    "dp/weights/all_gather",
+                    async_op=not self._lane.asynchronous,
+                )
+            self._gathers[bucket.index] = (pending, self._lane.mark())
+
+    def wait_for(self, buckets: Iterable[int]) -> None:
+        """The weights of these buckets are there for the current stream."""
+        if not self._gathers:
+            return
+        for index in buckets:
+            pending, mark = self._gathers.pop(index, (None, None))
+            if pending is not None:
+                pending.wait()
+                self._lane.wait(mark)
+
+    def buckets_of(self, module: nn.Module) -> set[int]:
+        """The buckets in which parameters of ``module`` lie."""
+        inside = set(module.modules())
+        return {
+            self._slots[name].bucket
+            for name, site in self._sites.items()
+            if any(owner in inside for owner, _ in site.owners)
+        }
+
+    def weights(self) -> dict[str, ShardedValue]:
+        values = {}
+        for name in self._sites:
+            slot = self._slots[name]
+            values[name] = ShardedValue.from_flat_range(
+                self.state.weight_of(slot), slot.shape, self.state.owned(slot)[0]
+            )
+        return values
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        own = [self.state.own_weights, self.state.own_gradients, self.state.staging]
+        sizes = [0 if tensor is None else tensor.nbytes for tensor in own]
+        if self.state.offload:
+            return {"parameters": self._weights.nbytes, "gradients": self._gradients.nbytes, "host": sum(sizes)}
+        return {
+            "parameters": self._weights.nbytes,
+            "gradients": self._gradients.nbytes + sizes[1],
+            "masters": sizes[0],
+        }

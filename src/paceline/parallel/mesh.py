@@ -1,0 +1,174 @@
+"""Which ranks does this rank work with, along each axis of parallelism?
+
+One grid of ranks, two views of it:
+
+    dense    pp, dp_replicate, dp_shard, cp, tp     in the order of `parallel.order`
+    expert   pp, edp, ep, etp                       the same ranks of a pipeline stage, folded differently
+
+and the joined axes ``dp`` (dp_replicate x dp_shard: ranks that read different data) and ``world``. Example: 8 ranks
+with dp_replicate 2, dp_shard 2, tp 2 and ep 4: rank 5 has coordinate dp_replicate 1, dp_shard 0, tp 1, and edp 1, ep 1.
+
+A mesh is an object, never a global: two meshes in one process work.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.config.parallel import ParallelConfig
+from paceline.errors import ConfigError
+from paceline.parallel.collectives import Axis, Traffic
+
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("edp", "ep", "etp")
+
+
+class ParallelMesh:
+    """The grid as one rank sees it. Making one is collective: every rank of the world must, with the same arguments.
+
+    Args:
+        config: the `[parallel]` section; only its degrees and `order` are read.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the degrees do not make the world size, or `parallel.order` is not an order of the dense axes.
+    """
+
+    def __init__(self, config: ParallelConfig, *, world_size: int, rank: int, device_type: str) -> None:
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        self.world_size, self.rank, self.device_type = world_size, rank, device_type
+        self.traffic = Traffic()
+        self._order = _checked_order(config)
+        self._grids = _dense_grids(config, world_size, self._order) | _expert_grids(config, world_size, self._order)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._axes = {name: self._axis(name, grid) for name, grid in self._grids.items()}
+
+    def __getitem__(self, axis: str) -> Axis:
+        """The ranks that differ from this one along ``axis`` only, with the means to talk to them."""
+        return self._axes[axis]
+
+    def size(self, axis: str) -> int:
+        return self._axes[axis].size
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of ``axis``. Of an axis of size 1 it is made on first use: nothing ever talks over it."""
+        found = self._axes[axis].group
+        if found is not None:
+            return found
+        own = (self.rank,)
+        if own not in self._groups:
+            alone = self.world_size == 1
+            self._groups[own] = _world() if alone else dist.new_group(list(own), use_local_synchronization=True)
+        return self._groups[own]
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Index of this rank along each dense axis, in `parallel.order`, and each expert axis."""
+        return {name: self._axes[name].index for name in (*self._order, *EXPERT_AXES)}
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the data this rank reads."""
+        return self._axes["dp"].index
+
+    @property
+    def dp_size(self) -> int:
+        return self._axes["dp"].size
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """This rank's part of the grid along ``axes`` as the library's object, on the same process groups."""
+        assert all(axis in self._order for axis in axes), axes
+        lines = self._grids_along(axes)
+        if len(axes) == 1:
+            return DeviceMesh.from_group(self.group(axes[0]), self.device_type, mesh_dim_names=axes)
+        return DeviceMesh.from_group(
+            [self.group(axis) for axis in axes], self.device_type, mesh=lines, mesh_dim_names=axes
+        )
+
+    def describe(self) -> str:
+        """For messages: ``rank 5 of 8 (dp_replicate 1, dp_shard 0, tp 1)``; axes of size 1 are left out."""
+        places = ", ".join(f"{axis} {self._axes[axis].index}" for axis in self._order if self.size(axis) > 1)
+        return f"rank {self.rank} of {self.world_size}" + (f" ({places})" if places else "")
+
+    def _grids_along(self, axes: tuple[str, ...]) -> torch.Tensor:
+        """Ranks that agree with this one on every other axis: a tensor with one dim for each of ``axes``."""
+        shape = tuple(self.size(axis) for axis in self._order)
+        grid = torch.arange(self.world_size).view(shape)
+        index = tuple(slice(None) if axis in axes else self._axes[axis].index for axis in self._order)
+        kept = [axis for axis in self._order if axis in axes]
+        return grid[index].permute([kept.index(axis) for axis in axes]).contiguous()
+
+    def _axis(self, name: str, lines: torch.Tensor) -> Axis:
+        """``lines``: [number of groups, size], every rank once."""
+        own: tuple[int, ...] = ()
+        group: dist.ProcessGroup | None = None
+        for line in lines.tolist():
+            ranks = tuple(line)
+            if len(ranks) > 1 and ranks not in self._groups:
+                # every rank makes every group, in the same order, also those it is not in: torch asks for it
+                whole = ranks == tuple(range(self.world_size))
+                self._groups[ranks] = _world() if whole else dist.new_group(list(ranks))
+            if self.rank in ranks:
+                own, group = ranks, self._groups.get(ranks)
+        return Axis(name=name, ranks=own, index=own.index(self.rank), group=group, traffic=self.traffic)
+
+
+def _checked_order(config: ParallelConfig) -> tuple[str, ...]:
+    if sorted(config.order) == sorted(DENSE_AXES):
+        return config.order
+    raise ConfigError(
+        f"parallel.order = {list(config.order)} is not an order of the axes",
+        evidence=f"Each of {', '.join(DENSE_AXES)} must appear once.",
+        next_step=f"Leave it out for the usual order {list(DENSE_AXES)}, or list all five.",
+    )
+
+
+def _dense_grids(config: ParallelConfig, world_size: int, order: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    grid = _dense_grid(config, world_size, order)
+    grids = {axis: _lines(grid, [order.index(axis)]) for axis in order}
+    grids["dp"] = _lines(grid, [order.index("dp_replicate"), order.index("dp_shard")])
+    grids["world"] = torch.arange(world_size).view(1, world_size)
+    return grids
+
+
+def _dense_grid(config: ParallelConfig, world_size: int, order: tuple[str, ...]) -> torch.Tensor:
+    degrees = {
+        "pp": config.pp,
+        "dp_replicate": config.dp_replicate,
+        "dp_shard": config.shard_degree(world_size),
+        "cp": config.cp,
+        "tp": config.tp,
+    }
+    return torch.arange(world_size).view(tuple(degrees[axis] for axis in order))
+
+
+def _expert_grids(config: ParallelConfig, world_size: int, order: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Ranks of a pipeline stage, in the dense order, as edp x ep x etp: experts fold over whatever lies there."""
+    ranks_of_stage = world_size // config.pp
+    experts = config.ep * config.etp
+    if ranks_of_stage % experts:
+        raise ConfigError(
+            f"parallel.ep * parallel.etp = {experts} does not divide the {ranks_of_stage} ranks of a pipeline stage",
+            evidence=f"{world_size} ranks / pp {config.pp}.",
+            next_step=f"Choose ep and etp so that their product divides {ranks_of_stage}.",
+        )
+    stages_first = _dense_grid(config, world_size, order).movedim(order.index("pp"), 0)
+    grid = stages_first.reshape(config.pp, ranks_of_stage // experts, config.ep, config.etp)
+    return {axis: _lines(grid, [position]) for position, axis in enumerate(EXPERT_AXES, start=1)}
+
+
+def _lines(grid: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """[number of groups, size]: the ranks that differ along ``dims`` only."""
+    others = [dim for dim in range(grid.dim()) if dim not in dims]
+    size = 1
+    for dim in dims:
+        size *= grid.shape[dim]
+    return grid.permute([*others, *dims]).reshape(-1, size)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the default process group is not there"
+    return world

@@ -1,0 +1,94 @@
+"""Which parameters does a module have, where do they hang, and in which precision does each compute?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.models.precision import fp32_parameters
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One parameter, and every place that refers to it: more than one where it is tied."""
+
+    name: str
+    """The first of its names, in the order of `nn.Module.named_parameters`."""
+    owners: tuple[tuple[nn.Module, str], ...]
+    compute_dtype: torch.dtype
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, attribute = self.owners[0]
+        found = module._parameters[attribute]
+        assert found is not None
+        return found
+
+    def replace(self, tensor: Tensor) -> nn.Parameter:
+        """All places refer to a new parameter on the memory of ``tensor``; attributes set on the old one are kept."""
+        old = self.parameter
+        # .data: a version counter of its own, so that writing into the flat buffer while a forward is under way does
+        # not look like a change of the weights that the forward has saved
+        new = nn.Parameter(tensor.data, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        self.put(new)
+        return new
+
+    def put(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.owners:
+            module._parameters[attribute] = parameter
+
+
+def parameter_sites(model: nn.Module, precision: Precision) -> dict[str, Site]:
+    """Parameters by name, in the model's order, tied ones once.
+
+    With "bf16" all compute in bf16 but those of `fp32_parameters`. A float64 model, a reference in tests, stays one.
+    """
+    kept = fp32_parameters(model)
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            key = id(parameter)
+            name = names.setdefault(key, f"{prefix}.{attribute}" if prefix else attribute)
+            owners.setdefault(key, []).append((module, attribute))
+            exact = precision == "fp32" or name in kept
+            dtypes.setdefault(key, main_dtype(parameter.dtype) if exact else torch.bfloat16)
+    return {name: Site(name=name, owners=tuple(owners[key]), compute_dtype=dtypes[key]) for key, name in names.items()}
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Precision of the weights that the optimizer updates, for a parameter that was built in ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model in the order of their use: its children, containers such as ``blocks`` taken apart."""
+    return list(_units(model))
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            yield from _units(child)
+        else:
+            yield child
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the model's state (router biases), by name; not those that are computed (RoPE tables)."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{attribute}" if prefix else attribute] = buffer
+    return found
