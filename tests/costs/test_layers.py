@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config.model import ModelConfig, MoEConfig
+from paceline.config.presets import preset, preset_names
 from paceline.costs.layers import count_parameters, keys_per_token, token_flops, training_flops_per_token
+from paceline.kernels.attention import attention_core
+from paceline.kernels.cross_entropy import PlainHeadLoss
+from paceline.models.transformer import Transformer
 
 LLAMA3_8B: dict[str, Any] = {
     "num_layers": 32,
@@ -101,3 +107,71 @@ def test_deepseek_v3_shape() -> None:
     assert count_parameters(main).active / 1e9 == pytest.approx(37.55, rel=5e-3)
     flops, without = token_flops(model, 4096), token_flops(main, 4096)
     assert flops.logits == 2 * without.logits and flops.mtp_merge == 4 * 7168**2 and without.mtp_merge == 0
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_parameters_equal_the_built_model(name: str) -> None:
+    model = ModelConfig(**preset(name))
+    built, counts = Transformer(model, device="meta"), count_parameters(model)
+    assert counts.total == sum(parameter.numel() for parameter in built.parameters())
+    assert counts.embedding == sum(parameter.numel() for parameter in built.embed.parameters())
+    assert counts.head == sum(parameter.numel() for parameter in built.head.parameters())
+    assert counts.mtp == sum(parameter.numel() for parameter in built.mtp.parameters())
+    of_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in built.blocks.values()]
+    assert list(counts.blocks) == of_blocks
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_parameters_of_every_option(bias: bool, norm: str) -> None:
+    """Options that no preset combines."""
+    model = ModelConfig(
+        **TINY
+        | MLA
+        | {"norm": norm, "post_norm": True, "qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": bias}
+        | {"num_experts": 4, "top_k": 2, "mtp_layers": 2},
+        moe=MoEConfig(first_dense_layers=1, num_shared_experts=2, ffn_size=24, shared_gate=True, bias_balance=True),
+    )
+    built = Transformer(model, device="meta")
+    assert count_parameters(model).total == sum(parameter.numel() for parameter in built.parameters())
+
+
+TINY: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_size": 48, "vocab_size": 64}
+MLA: dict[str, Any] = {
+    "attention": "mla",
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_heads": 2, "qkv_bias": True, "activation": "gelu", "tie_embeddings": True},
+        {"num_experts": 4, "top_k": 2},
+        {"num_experts": 4, "top_k": 1, "moe": MoEConfig(num_shared_experts=1, ffn_size=24, shared_gate=True)},
+        MLA,
+        MLA | {"q_lora_rank": 0},
+        {"mtp_layers": 2},
+    ],
+    ids=["llama", "gqa_gelu_tied", "moe", "moe_shared", "mla", "mla_direct_queries", "mtp"],
+)
+def test_flops_equal_torchs_counter(options: dict[str, Any]) -> None:
+    """Forward and backward. The reference attention computes all scores and masks them, so the counter sees the full
+    convention; scores of a query head and shared key heads are counted for each query head."""
+    model = ModelConfig(**TINY | options)
+    built = Transformer(model, core=attention_core("reference"), head_loss=PlainHeadLoss())
+    built.init_weights(seed=0)
+    tokens = torch.randint(0, 64, (2, 16))
+    with FlopCounterMode(display=False) as counter:
+        output = built(tokens, tokens)
+    expected = token_flops(model, 16, "full")
+    assert counter.get_total_flops() == pytest.approx(expected.forward * tokens.numel(), rel=1e-9)
+    assert output.loss_sum is not None
+    with FlopCounterMode(display=False) as counter:
+        output.loss_sum.backward()
+    assert counter.get_total_flops() == pytest.approx(expected.backward * tokens.numel(), rel=1e-9)

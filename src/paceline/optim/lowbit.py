@@ -180,7 +180,7 @@ def _store(stored: Any, values: Tensor) -> None:
 
     blocks = values.view(-1, BLOCK_SIZE)
     low, high = blocks.amin(1), blocks.amax(1)
-    scale = torch.where(high >= -low, high, low / stored.qmap[0]) if stored.signed else high
+    scale = torch.where(high > -low, high, low / stored.qmap[0]) if stored.signed else high
     scaled = blocks / scale.clamp(min=1e-12)[:, None]
     stored.codes.copy_(quantize_8bit_with_qmap(scaled.view(-1), stored.qmap).view_as(stored.codes))
     stored.scale.copy_(scale)
