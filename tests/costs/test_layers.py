@@ -59,6 +59,22 @@ def test_published_tables(shape: dict[str, Any], seq_len: int, tokens_per_second
     assert tokens_per_second * flops / 1e12 == pytest.approx(tflops, rel=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "seq_len", "tokens_per_second", "tflops"),
+    [
+        ("llama3_8b", 8192, 10830, 557),
+        ("llama3_1b", 8192, 52220, 471),
+        ("gpt_13b", 2048, 6580, 523),
+        ("qwen3_moe_12l", 4096, 14800, 106),
+        ("qwen3_moe_12l", 4096, 21580, 155),
+    ],
+)
+def test_measured_peers(name: str, seq_len: int, tokens_per_second: float, tflops: float) -> None:
+    """Two figures of the same run on H200s, causal convention."""
+    flops = training_flops_per_token(ModelConfig(**preset(name)), seq_len)
+    assert tokens_per_second * flops / 1e12 == pytest.approx(tflops, rel=5e-3)
+
+
 def test_sliding_window() -> None:
     assert keys_per_token(8192, 0, "causal") == 4096
     assert keys_per_token(8192, 8192, "causal") == keys_per_token(8192, 10**6, "causal") == 4096
