@@ -6,7 +6,7 @@ its part; a sink takes each rank's pieces. ``training`` sees these two and no fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -64,12 +64,12 @@ class CheckpointSource:
         load_into(self.checkpoint, {MODEL + name: value}, ignore=("",))
         return tensor
 
-    def fill(self, into: Mapping[str, ShardedValue]) -> None:
-        """As the function ``fill``, in one pass over the files."""
-        load_into(self.checkpoint, {MODEL + name: value for name, value in into.items()}, ignore=_NOT_MODEL)
-
-
-_NOT_MODEL = ("optim/", "task/")
+    def fill(self, into: Mapping[str, ShardedValue], *, ignore: Sequence[str] = ()) -> None:
+        """As the function ``fill``, in one pass over the files; here every weight of the checkpoint must be wanted,
+        except names that begin with one of ``ignore``."""
+        others = [name for name in self._saved if not name.startswith(MODEL)]
+        others += [MODEL + prefix for prefix in ignore]
+        load_into(self.checkpoint, {MODEL + name: value for name, value in into.items()}, ignore=others)
 
 
 def fill(source: WeightSource, into: Mapping[str, ShardedValue]) -> None:

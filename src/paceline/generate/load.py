@@ -1,0 +1,111 @@
+"""From a run folder to a model that can speak: recipe, weights, tokenizer."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.locate import Report, find_checkpoint
+from paceline.checkpoint.pieces import ShardedValue
+from paceline.checkpoint.store import Checkpoint
+from paceline.checkpoint.weights import CheckpointSource
+from paceline.config.load import validate
+from paceline.config.run import RunConfig
+from paceline.data.sidecar import read_sidecar
+from paceline.data.tokenizer import Tokenizer, load_tokenizer
+from paceline.errors import CheckpointError, ConfigError
+from paceline.models.transformer import Transformer
+from paceline.runtime.device import supports_bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speaker:
+    """A trained model with its tokenizer."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    config: RunConfig
+
+
+def load_speaker(path: Path, *, device: torch.device, tokenizer: str = "", report: Report | None = None) -> Speaker:
+    """Builds the model of a run folder or checkpoint on one device. No process group is needed.
+
+    Weights are fp32 on the CPU and bf16 on GPUs that compute in it. Multi-token-prediction heads are left out.
+
+    Args:
+        tokenizer: overrides the one that the run used.
+        report: hears of damaged checkpoints that were passed over.
+
+    Raises:
+        CheckpointError: no whole checkpoint is there, or its weights are not those of its recipe.
+        ConfigError: no tokenizer is known, or it has more ids than the model.
+        DataError: the tokenizer cannot be read.
+    """
+    checkpoint = find_checkpoint(path, report=report)
+    config = _recipe(checkpoint)
+    found = load_tokenizer(tokenizer or _tokenizer_of(checkpoint, config))
+    if found.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {found.name} has {found.vocab_size} ids, the model's vocabulary {config.model.vocab_size}",
+            evidence="It is not the tokenizer that the model was trained with.",
+            next_step="Give that one: --tokenizer PATH.",
+        )
+    dtype = torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
+    model = load_model(checkpoint, config, device=device, dtype=dtype)
+    return Speaker(model=model, tokenizer=found, checkpoint=checkpoint, config=config)
+
+
+def load_model(checkpoint: Checkpoint, config: RunConfig, *, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """The plain model in evaluation mode, filled from a checkpoint.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    model = Transformer(config.model.model_copy(update={"mtp_layers": 0}), dtype=dtype, device="meta")
+    model.to_empty(device=device)
+    model.reset_buffers()
+    # tied weights are one parameter; buffers that no checkpoint stores (rotary frequencies) are not in the state
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    into = {name: ShardedValue.from_full(tensor) for name, tensor in tensors.items()}
+    CheckpointSource(checkpoint).fill(into, ignore=("mtp.",))
+    return model.eval()
+
+
+def _recipe(checkpoint: Checkpoint) -> RunConfig:
+    """The recipe saved in the checkpoint; plugins are not loaded, since a resolved recipe names every field."""
+    try:
+        return validate(tomllib.loads(checkpoint.recipe()))
+    except (OSError, tomllib.TOMLDecodeError, ConfigError) as error:
+        raise CheckpointError(
+            f"The recipe in {checkpoint.folder} cannot be read.",
+            evidence=str(error),
+            next_step="Use the version of paceline that wrote it (`versions` in its state.json).",
+        ) from error
+
+
+def _tokenizer_of(checkpoint: Checkpoint, config: RunConfig) -> str:
+    """The copy in the run folder, else what the recipe names, else what the dataset's description names."""
+    for run_folder in (checkpoint.folder.parent.parent, checkpoint.folder):
+        kept = run_folder / "tokenizer"
+        files = sorted(file for file in kept.iterdir() if file.suffix in (".json", ".model")) if kept.is_dir() else []
+        if files:
+            return str(files[0])
+    if config.data.tokenizer:
+        return config.data.tokenizer
+    train = config.data.train
+    for prefix in [train] if isinstance(train, str) else [source.path for source in train]:
+        sidecar = read_sidecar(prefix)
+        if sidecar is not None:
+            return sidecar.tokenizer
+    raise ConfigError(
+        f"no tokenizer is known for {checkpoint.folder}",
+        evidence="None was kept in the run folder (tokenizer/), the recipe has no data.tokenizer, and the dataset "
+        f"{train!r} is not here or does not say which it was built with.",
+        next_step="Give one: --tokenizer tokenizer.json (or a SentencePiece .model, or byte).",
+    )
