@@ -140,7 +140,7 @@ def _nan(rank: int, world_size: int) -> list[bool]:
 def _bf16(rank: int, world_size: int) -> list[float]:
     """Largest difference of losses from fp32."""
     results = []
-    reference, _ = _engine(rank, world_size)
+    reference, _ = _engine(rank, world_size, moe=True)
     expected = train(
         reference, 12, dp_rank=rank, dp_size=world_size, sum_over_dp=lambda loss: dist.all_reduce(loss)
     ).losses
@@ -149,18 +149,19 @@ def _bf16(rank: int, world_size: int) -> list[float]:
         {"zero": 1, "reduce_dtype": "bf16", "accumulate_dtype": "bf16"},
         {"zero": 0, "offload": "optimizer"},
     ):
-        engine, _ = _engine(rank, world_size, "bf16", **options)
+        engine, _ = _engine(rank, world_size, "bf16", moe=True, **options)
         assert engine.model.embed.weight.dtype == torch.bfloat16
+        assert engine.model.moe_layers()[0].router.weight.dtype == torch.float32
         assert all(p.param.dtype == torch.float32 for p in engine.main_parameters())
         # main weights are not the rounded ones
         full = full_weights(engine)
-        for name, parameter in plain(tiny_config()).named_parameters():
+        for name, parameter in plain(tiny_config(moe=True)).named_parameters():
             assert torch.equal(full[name], parameter.detach()), name
         log = train(engine, 12, dp_rank=rank, dp_size=world_size, sum_over_dp=lambda loss: dist.all_reduce(loss))
         engine.wait_for_weights()
         full = full_weights(engine)
         for name, parameter in engine.model.named_parameters():
-            assert torch.equal(parameter.detach(), full[name].bfloat16()), name
+            assert torch.equal(parameter.detach(), full[name].to(parameter.dtype)), name
         results.append(max(abs(a - b) for a, b in zip(log.losses, expected, strict=True)))
     return results
 
@@ -230,8 +231,8 @@ def _judge(results: list[dict[str, Any]], world_size: int) -> None:
             assert near(offloaded["host"] * shards, 4 + 4 + 2)
         assert found["nan"] == [True, False] * 2
         assert found["unused"] and found["weights"]
-        # bf16 keeps 8 bits: 4e-3 of activations and weights that are at most a few units large
-        assert max(found["bf16"]) < 0.03 and min(found["bf16"]) > 0
+        # losses of about 4.5, and bf16 rounds each logit by up to 2^-8 of it: 0.02, after as large errors in the blocks
+        assert max(found["bf16"]) < 0.06 and min(found["bf16"]) > 0
     for zero in (0, 1):
         held = sum(found["bytes"]["fp32", zero, "none"]["optimizer"] for found in results)
         assert held == 8 * count * (world_size if zero == 0 else 1)

@@ -134,7 +134,7 @@ def _optimizer(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             id="config.warmup",
             severity="warning",
-            subject=f"optim.warmup_steps = {config.optim.warmup_steps} lasts the whole run ({config.train.steps} steps)",
+            subject=f"optim.warmup_steps = {config.optim.warmup_steps} lasts all {config.train.steps} steps",
             evidence="The learning rate never reaches optim.lr.",
             next_step=f"Set optim.warmup_steps to about {max(1, config.train.steps // 50)}.",
         )

@@ -46,6 +46,7 @@ class IndexedWriter:
         self._num_sequences = 0
         self._one_sequence_each = True
         self._closed = False
+        self._sealed = False
         base = Path(self.prefix)
         self._temporary = {kind: base.with_name(f".{base.name}.{os.getpid()}.{kind}.tmp") for kind in _KINDS}
         self._files: dict[str, BinaryIO] = {}
@@ -101,10 +102,8 @@ class IndexedWriter:
         self._num_sequences += len(dataset)
         self.num_tokens += dataset.num_tokens
 
-    def close(self) -> None:
-        """Writes the index and gives both files their names."""
-        if self._closed:
-            return
+    def seal(self) -> None:
+        """Writes the index, still under temporary names: what remains for `close` is two renames."""
         if not self.num_tokens:
             self.abort()
             raise DataError(
@@ -117,6 +116,18 @@ class IndexedWriter:
             for kind in ("bin", "idx"):
                 self._files[kind].flush()
                 os.fsync(self._files[kind].fileno())
+        except OSError as error:
+            self.abort()
+            raise unwritable(self.prefix, error) from error
+        self._sealed = True
+
+    def close(self) -> None:
+        """Gives both files their names."""
+        if self._closed:
+            return
+        if not self._sealed:
+            self.seal()
+        try:
             # an old index must never be seen with the new tokens
             idx_path(self.prefix).unlink(missing_ok=True)
             self._temporary["bin"].replace(bin_path(self.prefix))

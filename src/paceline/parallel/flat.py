@@ -25,10 +25,9 @@ from paceline.parallel.engine import MainParameter
 from paceline.parallel.flat_group import FlatGroup, FlatSettings
 from paceline.parallel.lanes import Lane
 from paceline.parallel.mesh import ParallelMesh
-from paceline.parallel.parameters import Precision, Site, parameter_sites, persistent_buffers, units
+from paceline.parallel.parameters import DTYPES, Precision, Site, parameter_sites, persistent_buffers, units
 from paceline.parallel.reduction import GradientReducer, SumReducer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIB = 2**20
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.models.precision import fp32_parameters
 
 Precision = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,10 @@ class Site:
         self.put(new)
         return new
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def put(self, parameter: Tensor | None) -> None:
+        """All places refer to ``parameter`` (a `nn.Parameter`, or DTensor of one); None takes it out of the model."""
         for module, attribute in self.owners:
-            module._parameters[attribute] = parameter
+            module._parameters[attribute] = cast(nn.Parameter | None, parameter)
 
 
 def parameter_sites(model: nn.Module, precision: Precision) -> dict[str, Site]:

@@ -155,8 +155,8 @@ def check_sample_order(state: TrainState, datasets: Datasets, config: RunConfig)
         return False
     raise ConfigError(
         "the order of samples would not be the one that this run has read so far",
-        evidence="The dataset's files, data.order, the seed, or (with data.order = 'megatron') the number of epochs that "
-        "train.steps needs have changed.",
+        evidence="The dataset's files, data.order, the seed, or (with data.order = 'megatron') the number of epochs "
+        "that train.steps needs have changed.",
         next_step="Put it back, or read the new data from its start: --set 'checkpoint.allow_change=[\"data\"]'. "
         "With data.order = 'epoch' from the beginning the order never depends on train.steps.",
     )

@@ -1,11 +1,11 @@
-"""One start of a run, from recipe to exit code: takes the folder, builds, goes on from a checkpoint, trains, sums up."""
+"""One start of a run, from recipe to exit code: takes the folder, builds, resumes, trains, sums up."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -56,17 +56,21 @@ def run_recipe(recipe: Recipe, info: ProcessInfo) -> int:
     refuse_errors(findings)
     device = choose_device(info, config.cluster.device)
     set_deterministic(config.run.deterministic)
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
-        stack.enter_context(process_group(info, device, timeout_seconds=config.cluster.timeout_seconds))
-        ranks = Ranks.create(timedelta(seconds=config.cluster.timeout_seconds))
-        run = _Run(recipe, info, device, ranks, stop)
-        stack.enter_context(run.folder_held())
-        stack.enter_context(logging_to(run.folder.logs, rank=info.rank))
+    with StopRequest() as stop, process_group(info, device, timeout_seconds=config.cluster.timeout_seconds):
+        run_in_group(recipe, info, device, stop, findings)
+    return stop.exit_code
+
+
+def run_in_group(
+    recipe: Recipe, info: ProcessInfo, device: torch.device, stop: StopRequest, findings: Sequence[Finding] = ()
+) -> Progress:
+    """As `run_recipe`, in a process group that is there already. Collective; returns how far the run is."""
+    ranks = Ranks.create(timedelta(seconds=recipe.config.cluster.timeout_seconds))
+    run = _Run(recipe, info, device, ranks, stop)
+    with run.folder_held(), logging_to(run.folder.logs, rank=info.rank):
         if info.is_main:
             print_findings(make_console(stderr=True), findings)
-        run.execute()
-    return stop.exit_code
+        return run.execute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,7 @@ class _Run:
             if self.info.is_main:
                 self.folder.release()
 
-    def execute(self) -> None:
+    def execute(self) -> Progress:
         """Everything from the checkpoint to the summary."""
         try:
             opened = self._open()
@@ -130,6 +134,7 @@ class _Run:
         finally:
             opened.trainer.feed.close()
             opened.hooks.on_end(RunEnd(step=opened.trainer.progress.step, reason=reason, error=error))
+        return opened.trainer.progress
 
     def _open(self) -> _Opened:
         checkpoint = self.manager.latest()
@@ -222,7 +227,8 @@ class _Run:
         opened.parts.engine.wait_for_weights()
         if not reason:
             evaluation = self._final_evaluation(opened)
-            samples = draw_samples(opened.parts, opened.datasets.tokenizer_info)
+            if self.info.is_main and self.config.checkpoint.save_last:
+                samples = draw_samples(self.folder.path, self.config, self.device)
         if self.info.is_main and self.folder.metrics_path.exists():
             summary = self._summary(evaluation, samples, reason)
             summary.write(self.folder.path)

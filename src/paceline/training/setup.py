@@ -48,7 +48,7 @@ def build_parts(config: RunConfig, registry: Registry, info: ProcessInfo, device
     """
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
     plain = build_model(config)
-    engine = parallelize(plain, config, mesh).engine
+    engine = parallelize(plain, config.parallel, mesh, config.train.precision, device).engine
     engine.materialize(lambda model: model.init_weights(config.run.seed))
     optimizer = build_optimizer(config.optim, engine, mesh["dp_shard"].group)
     task = build_task(config, registry)
@@ -73,7 +73,7 @@ def build_model(config: RunConfig, device: torch.device | str = "meta") -> Trans
         config.model,
         device=device,
         core=attention_core(train.attention_kernel),
-        head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else ChunkedHeadLoss(train.loss_chunk_tokens),
+        head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens),
     )
 
 

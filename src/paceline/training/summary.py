@@ -82,7 +82,8 @@ class Summary:
         rows = [
             (
                 "throughput",
-                f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_per_gpu:,.0f} per device ({self.devices})",
+                f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_per_gpu:,.0f} per device "
+                f"({self.devices})",
             )
         ]
         if self.tflops_per_gpu is not None and self.flops_per_token is not None:
