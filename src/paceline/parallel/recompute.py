@@ -1,0 +1,101 @@
+"""What does backward compute again instead of finding it stored?
+
+| mode | stored of a block | computed again |
+| --- | --- | --- |
+| none | everything that backward needs | nothing |
+| selective | outputs of matrix products and of attention | norms, activations, rotary positions, dropout |
+| full | its input | the whole block |
+
+Dropout draws the same numbers again (the state of the generators is kept).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from paceline.config.parallel import RecomputeMode
+from paceline.errors import ConfigError
+
+_SAVED_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+def recompute(blocks: Sequence[nn.Module], modes: RecomputeMode | Sequence[RecomputeMode]) -> None:
+    """Makes blocks recompute in their backward, in place: ``forward`` is wrapped, names of parameters stay.
+
+    Args:
+        modes: one for all blocks, or one for each.
+
+    Raises:
+        ConfigError: a list of another length than the number of blocks, or an unknown mode.
+    """
+    each = [modes] * len(blocks) if isinstance(modes, str) else list(modes)
+    if len(each) != len(blocks):
+        raise ConfigError(
+            f"parallel.recompute lists {len(each)} layers, the model has {len(blocks)}",
+            next_step="Give one entry a layer, or one mode for all.",
+        )
+    for block, mode in zip(blocks, each, strict=True):
+        if mode == "none":
+            continue
+        if mode not in get_args(RecomputeMode):
+            raise ConfigError(
+                f"parallel.recompute = {mode!r} is not a mode", next_step="Use 'none', 'selective' or 'full'."
+            )
+        block.forward = _checkpointed(block.forward, mode)
+
+
+def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return run
+
+
+def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in _saved_operations():
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _saved_operations() -> frozenset[Any]:
+    """Overloads of the operations above, as far as this torch has them, and torch's own higher-order ones."""
+    found = []
+    for name in _SAVED_NAMES:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found += [getattr(packet, overload) for overload in packet.overloads()]
+    return frozenset(found)
