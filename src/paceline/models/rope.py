@@ -17,29 +17,31 @@ from paceline.config.model import ModelConfig, RopeScaling
 
 
 class Rope(nn.Module):
-    """Cosines and sines of positions, in fp32. The inverse frequencies are a buffer that no checkpoint stores."""
+    """Cosines and sines of positions, in fp32.
 
-    inv_freq: Tensor
+    The inverse frequencies are neither parameter nor buffer: casting the model, or filling it from the meta device,
+    cannot spoil them.
+    """
 
-    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.attention_factor = attention_factor(config.rope_scaling)
-        self.register_buffer("inv_freq", torch.empty(config.rotary_dim // 2, device=device), persistent=False)
-        self.reset_buffers()
-
-    def reset_buffers(self) -> None:
-        """Computes the buffer anew: after `to_empty` it holds garbage."""
-        if not self.inv_freq.is_meta:
-            self.inv_freq.copy_(inverse_frequencies(self.config))
+        self._inv_freq: dict[torch.device, Tensor] = {}
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [B, T, 1, R/2] in fp32 (the 1 stands for heads)."""
-        assert self.inv_freq.dtype == torch.float32, (
-            "the model was cast as a whole: bf16 angles are wrong from position 256 on"
-        )
-        angles = positions_BT[..., None, None].float() * self.inv_freq
+        angles = positions_BT[..., None, None].float() * self.inv_freq(positions_BT.device)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def inv_freq(self, device: torch.device) -> Tensor:
+        """[R/2] on the device; copied there at the first call, which is the only one that waits for it."""
+        if device in self._inv_freq:
+            return self._inv_freq[device]
+        inv_freq = inverse_frequencies(self.config).to(device)
+        if type(inv_freq) is Tensor:  # not a fake tensor of a tracer, which must not outlive it
+            self._inv_freq[device] = inv_freq
+        return inv_freq
 
 
 def apply_rope(x_BTHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:

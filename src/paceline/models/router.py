@@ -100,6 +100,7 @@ class Router(nn.Module):
         Source: auxiliary-loss-free balancing, arXiv:2408.15664.
         """
         assert self.expert_bias is not None, "this router is not balanced by a bias"
+        assert self.expert_bias.dtype == torch.float32, "in bf16 the small steps of the bias would be lost"
         load_E = load_E.to(self.expert_bias.device, torch.float32)
         self.expert_bias += self.routing.bias_update_rate * torch.sign(load_E.mean() - load_E)
 

@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         core = core or attention_core("auto")
         self.config = config
         self.head_loss: HeadLoss = head_loss or ChunkedHeadLoss()
-        self.rope = Rope(config, device) if config.position == "rope" else None
+        self.rope = Rope(config) if config.position == "rope" else None
         self.embed = Embedding(config, dtype, device)
         self.blocks = nn.ModuleDict(
             {str(spec.index): Block(spec, config, core, dtype, device) for spec in config.blocks()}
@@ -217,9 +217,7 @@ class Transformer(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Puts buffers in their first state: rotary frequencies, router biases of 0."""
-        if self.rope is not None:
-            self.rope.reset_buffers()
+        """Puts buffers in their first state: router biases of 0."""
         for layer in self.moe_layers():
             if layer.router.expert_bias is not None:
                 layer.router.expert_bias.zero_()
