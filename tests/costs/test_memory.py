@@ -50,10 +50,23 @@ def test_states(parallel: dict[str, Any], bytes_per_parameter: float) -> None:
     assert found.total == found.states + found.gathered + found.activations + found.logits
 
 
+def test_what_fsdp_gathers() -> None:
+    once = {"global_batch_size": 8}
+    block, head = 218_112_000, 128256 * 4096
+    three = estimate(_config(parallel={"zero": 3}, train=once), 8)
+    assert three.gathered == 2 * (2 * block + head) + 4 * block
+    two = estimate(_config(parallel={"zero": 2}, train=once), 8)
+    assert two.gathered == 2 * N + 4 * block
+    accumulated = estimate(_config(parallel={"zero": 3}, train={"global_batch_size": 32}), 8)
+    assert accumulated.gathered - three.gathered == 4 * (N - block)
+
+
 def test_offloaded_states_are_in_host_memory() -> None:
     flat = estimate(_config(parallel={"zero": 1, "offload": "optimizer"}), 8)
     assert flat.states == 6 * N
     assert flat.host == pytest.approx((4 + 4 + 2 + 8) / 8 * N, rel=1e-6)
+    fsdp = estimate(_config(parallel={"zero": 2, "offload": "optimizer"}), 8)
+    assert fsdp.states == pytest.approx(N, rel=1e-6) and fsdp.host == pytest.approx(2 * N, rel=1e-6)
     fsdp = estimate(_config(parallel={"zero": 3, "offload": "parameters"}), 8)
     assert fsdp.states == 0 and fsdp.host == pytest.approx(2 * N, rel=1e-6)
 

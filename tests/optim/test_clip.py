@@ -9,7 +9,11 @@ import torch
 from tests.optim.engines import Layout, ToyEngine, toy_values
 
 from distributed import run
-from paceline.optim.clip import gradient_norm, non_finite_parameters
+from paceline.optim.clip import GradientNorm, gradient_norm, non_finite_parameters
+
+
+def _measure(engine: ToyEngine, max_norm: float) -> GradientNorm:
+    return gradient_norm(engine.main_parameters(), engine.as_engine(), max_norm, torch.device("cpu"))
 
 
 def _global_norm(gradients: dict[str, torch.Tensor]) -> float:
@@ -19,7 +23,7 @@ def _global_norm(gradients: dict[str, torch.Tensor]) -> float:
 def test_norm_and_divisor_are_torchs() -> None:
     engine, gradients = ToyEngine(toy_values(0)), toy_values(1)
     engine.set_gradients(gradients)
-    result = gradient_norm(engine.main_parameters(), engine.as_engine(), 0.5)
+    result = _measure(engine, 0.5)
     assert float(result.norm) == pytest.approx(_global_norm(gradients), rel=1e-6)
     plain = [torch.nn.Parameter(value) for value in toy_values(0).values()]
     for parameter, gradient in zip(plain, gradients.values(), strict=True):
@@ -34,15 +38,15 @@ def test_small_gradients_and_clip_0_are_left_alone() -> None:
     engine = ToyEngine(toy_values(0))
     engine.set_gradients(toy_values(1))
     for max_norm in (0.0, 1e6):
-        assert gradient_norm(engine.main_parameters(), engine.as_engine(), max_norm).divisor == 1.0
+        assert _measure(engine, max_norm).divisor == 1.0
 
 
 def test_zero_and_missing_gradients() -> None:
     engine = ToyEngine(toy_values(0))
-    result = gradient_norm(engine.main_parameters(), engine.as_engine(), 1.0)
+    result = _measure(engine, 1.0)
     assert result.norm == 0 and result.divisor == 1 and result.finite
     engine.set_gradients({name: torch.zeros_like(value) for name, value in toy_values(0).items()})
-    result = gradient_norm(engine.main_parameters(), engine.as_engine(), 1.0)
+    result = _measure(engine, 1.0)
     assert result.norm == 0 and result.divisor == 1 and result.finite
 
 
@@ -54,7 +58,7 @@ def _sharded(rank: int, world_size: int, layout: Layout, poison: bool) -> tuple[
         assert last.param.grad is not None
         last.param.grad.view(-1)[0] = math.nan
     # clipping off: the flag does not depend on it
-    result = gradient_norm(engine.main_parameters(), engine.as_engine(), 0.0 if poison else 0.5)
+    result = _measure(engine, 0.0 if poison else 0.5)
     names = non_finite_parameters(engine.main_parameters())
     return float(result.norm), float(result.found_inf), float(result.divisor), names
 

@@ -16,8 +16,9 @@ States, bytes of a parameter on a rank; S shards (`dp_shard`), g = 4 or 2 by `ac
 | flat, fp32 | 4 | 4 | 0 (the weights) | m / S |
 | fsdp | 4 / S, and gathered units in compute precision | 4 / S | 0 (the shards) | m / S |
 
-FSDP also holds whole, in compute precision: with zero 2 all weights; with zero 3 two blocks (one computing, one on its
-way), embedding and head. And one block of gradients that are not yet reduced.
+FSDP also holds whole: weights in compute precision (zero 2: all; zero 3: two blocks, one of them on its way, the head,
+and an embedding that is used twice); and gradients that are not yet reduced (of one block, or, while several
+micro-batches are accumulated, of all parameters in `reduce_dtype`).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def estimate(config: RunConfig, world_size: int) -> MemoryEstimate:
         )
     shards = parallel.shard_degree(world_size) if parallel.zero else 1
     tokens = config.train.micro_batch_size * config.train.seq_len
-    states = _flat_states(config, shards) if parallel.engine == "flat" else _fsdp_states(config, shards)
+    states = _flat_states(config, shards) if parallel.engine == "flat" else _fsdp_states(config, shards, world_size)
     return MemoryEstimate(
         **states,
         activations=tokens * activations_per_token(config),
@@ -120,29 +121,33 @@ def _flat_states(config: RunConfig, shards: int) -> dict[str, int]:
     }
 
 
-def _fsdp_states(config: RunConfig, shards: int) -> dict[str, int]:
-    counts = count_parameters(config.model)
-    compute = compute_bytes(config.train)
+def _fsdp_states(config: RunConfig, shards: int, world_size: int) -> dict[str, int]:
+    model, parallel, train = config.model, config.parallel, config.train
+    counts, compute = count_parameters(model), compute_bytes(train)
     share = -(-counts.total // shards)
-    moments = moment_bytes(config.model, config.optim) // shards
+    moments = moment_bytes(model, config.optim) // shards
     block = max(counts.blocks)
-    if shards == 1 and compute == 4:
-        whole = 0  # nothing to gather, nothing to cast
-    elif config.parallel.zero == 2:
-        whole = counts.total
-    else:
-        whole = min(counts.total, 2 * block + counts.embedding + counts.head)
+    whole = counts.total
+    if parallel.zero == 3:
+        # an embedding that is used twice (tied, or by multi-token prediction) is not given back after its first use
+        kept = counts.embedding if model.tie_embeddings or model.mtp_layers else 0
+        whole = min(whole, 2 * block + counts.head + kept)
+    unreduced = 4 * block
+    if train.global_batch_size > train.micro_batch_size * parallel.dp_degree(world_size):
+        unreduced = (2 if parallel.reduce_dtype == "bf16" else 4) * counts.total
     states = {
         "weights": 4 * share,
-        "gathered": compute * (whole + block),
+        "gathered": compute * whole + unreduced,
         "gradients": 4 * share,
         "masters": 0,
         "moments": moments,
         "host": 0,
     }
-    if config.parallel.offload == "none":
+    if parallel.offload == "none":
         return states
-    return states | {"weights": 0, "gradients": 0, "moments": 0, "host": 8 * share + moments}
+    on_host = {"moments": 0, "host": 8 * share + moments}
+    # "optimizer": the host works on a copy of the shards
+    return states | on_host | ({"weights": 0, "gradients": 0} if parallel.offload == "parameters" else {})
 
 
 def compute_bytes(train: TrainConfig) -> int:
@@ -181,8 +186,8 @@ def activations_per_token(config: RunConfig) -> int:
     """Bytes that a token's forward pass keeps, over all layers; the largest layer counts once more, as it runs back."""
     model, modes = config.model, config.parallel.recompute
     blocks = (*model.blocks(), *model.mtp_blocks())
-    # given by layer, the blocks of multi-token prediction do as the last layer does
-    mode_of = [modes if isinstance(modes, str) else modes[min(i, len(modes) - 1)] for i in range(len(blocks))]
+    mode_of = [modes] * model.num_layers if isinstance(modes, str) else list(modes)
+    mode_of += ["none"] * model.mtp_layers  # multi-token prediction is never recomputed
     whole = [block_activations(model, block, config) for block in blocks]
     kept = [
         recomputed_activations(block, mode, config.train, all_bytes)

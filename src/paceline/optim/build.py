@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.pieces import ShardedValue
@@ -50,16 +51,18 @@ class Optimizer:
         parameters: Sequence[MainParameter],
         groups: Sequence[ParameterGroup],
         rules: Sequence[UpdateRule],
+        device: torch.device,
     ) -> None:
         self.groups = tuple(groups)
         self._config = config
         self._engine = engine
         self._parameters = tuple(parameters)
         self._rules = tuple(rules)
+        self._device = device
 
     def gradient_norm(self) -> GradientNorm:
         """Norm, non-finite flag and clipping divisor of the reduced gradients. A collective call."""
-        return gradient_norm(self._parameters, self._engine, self._config.grad_clip)
+        return gradient_norm(self._parameters, self._engine, self._config.grad_clip, self._device)
 
     def step(self, lr_factor: float, gradients: GradientNorm) -> None:
         """Clips and updates, or does nothing where `gradients.found_inf` is 1: weights, moments and step count stay.
@@ -115,20 +118,22 @@ def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | No
     """The optimizer of the recipe over `engine.main_parameters()`, its state in place. A collective call with muon.
 
     Args:
-        mesh: where the engine shards parameters (`dp_shard`), for muon, which needs whole matrices; None = one process.
+        mesh: the engine's; None = one process. Muon, which needs whole matrices, talks along `dp_shard`.
 
     Raises:
         ConfigError: `adamw8bit` without torchao.
     """
     parameters = engine.main_parameters()
+    # not the device of any parameter: those may be offloaded
+    device = torch.device(mesh.device_type if mesh is not None else parameters[0].param.device)
     groups = parameter_groups(config, parameters)
     rules: list[UpdateRule] = []
     if config.name == "muon":
         # also on a rank that holds no part of a matrix: it takes part in the exchange
         matrices = next((group for group in groups if group.rule == "muon"), None)
         shard_group = mesh["dp_shard"].group if mesh is not None else None
-        rules.append(MuonRule(config, matrices, shard_group, next(engine.model.parameters()).device))
+        rules.append(MuonRule(config, matrices, shard_group, device))
     rest = [group for group in groups if group.rule != "muon"]
     if rest:
         rules.append(AdamW8bitRule(config, rest) if config.name == "adamw8bit" else AdamWRule(config, rest))
-    return Optimizer(config, engine, parameters, groups, rules)
+    return Optimizer(config, engine, parameters, groups, rules, device)

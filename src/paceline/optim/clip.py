@@ -34,7 +34,9 @@ class GradientNorm:
         return self.found_inf == 0
 
 
-def gradient_norm(parameters: Sequence[MainParameter], engine: Engine, max_norm: float) -> GradientNorm:
+def gradient_norm(
+    parameters: Sequence[MainParameter], engine: Engine, max_norm: float, device: torch.device
+) -> GradientNorm:
     """The global norm of the gradients that `engine.reduce_gradients()` has left in the main parameters.
 
     The gradients themselves are not touched: the update divides by `divisor` as it reads them, which saves a pass over
@@ -42,8 +44,8 @@ def gradient_norm(parameters: Sequence[MainParameter], engine: Engine, max_norm:
 
     Args:
         max_norm: largest norm that is let through; 0 = no clipping. The norm is measured either way.
+        device: where ranks talk to each other; gradients may be elsewhere (offloaded).
     """
-    device = next(engine.model.parameters()).device
     norm = engine.sum_over_shards(local_square_sum(parameters).to(device)).sqrt()
     finite = torch.isfinite(norm)
     divisor = torch.ones_like(norm)
