@@ -223,6 +223,35 @@ def test_a_second_save_waits_and_host_memory_is_reused(tmp_path):
         assert into.eq(step).all()
 
 
+def changing_pieces_worker(rank: int, world_size: int, folder: str) -> None:
+    """One rank's pieces change between two saves: everyone must plan anew."""
+    ranks = Ranks.create()
+    writer = CheckpointWriter(ranks)
+    for step, layout in enumerate(("flat", "flat", "rows", "full"), start=1):
+        values = LAYOUTS[layout](rank, world_size, full_values())
+        if layout == "rows" and rank == 0:
+            extra = ShardedValue.from_full(torch.tensor([1.0, 2.0]))
+            values["model/of_one_rank"] = extra
+        path = Path(folder) / f"step_{step:08d}"
+        writer.save(path, Contents(values=values, state=TrainState(step=step)), background=True)
+        writer.wait()
+        into = LAYOUTS["rows"](rank, world_size, zeroed(full_values()))
+        if rank == 1 and layout == "rows":
+            into["model/of_one_rank"] = ShardedValue.from_full(torch.zeros(2))
+        load_into(open_checkpoint(path), into, ranks=ranks)
+        expected = LAYOUTS["rows"](rank, world_size, full_values())
+        for name, value in expected.items():
+            for got, want in zip(into[name].pieces, value.pieces, strict=True):
+                assert torch.equal(got.tensor, want.tensor), (step, name)
+        if rank == 1 and layout == "rows":
+            assert into["model/of_one_rank"].pieces[0].tensor.tolist() == [1.0, 2.0]
+    writer.close()
+
+
+def test_pieces_may_change_between_saves_and_ranks_may_hold_different_names(tmp_path):
+    run(changing_pieces_worker, 3, str(tmp_path))
+
+
 def full_disk_worker(rank: int, world_size: int, folder: str, background: bool) -> str:
     """A file size limit on one rank stands for a full disk: write() fails in the middle of a tensor."""
     writer = CheckpointWriter(Ranks.create())
