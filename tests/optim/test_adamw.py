@@ -117,3 +117,36 @@ def test_state_names() -> None:
     names = set(optimizer.state())
     assert {"blocks.0.mlp.up.weight/momentum", "norm.weight/exp_avg", "norm.weight/exp_avg_sq"} <= names
     assert "matrices: 5 tensors" in optimizer.describe()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_never_waits_for_the_gpu(name: str) -> None:
+    engine = ToyEngine({key: value.cuda() for key, value in toy_values(0).items()})
+    optimizer = build_optimizer(OptimConfig(name=name), engine.as_engine())
+    engine.set_gradients(toy_values(1))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(1.0, optimizer.gradient_norm())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.step_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_gpu_follows_the_cpu_and_skips_as_it_does(name: str) -> None:
+    """Muon's matrices are orthogonalised in bf16 on a GPU."""
+    config = OptimConfig(name=name, lr=1e-2)
+    engines = [ToyEngine(toy_values(0)), ToyEngine({key: value.cuda() for key, value in toy_values(0).items()})]
+    for engine in engines:
+        optimizer = build_optimizer(config, engine.as_engine())
+        _step(engine, optimizer, toy_values(1))
+        before = _weights(engine)
+        _step(engine, optimizer, {key: torch.full_like(value, math.nan) for key, value in toy_values(0).items()})
+        assert all(torch.equal(value, before[key]) for key, value in _weights(engine).items())
+        _step(engine, optimizer, toy_values(2))
+        assert optimizer.step_count == 2
+    on_cpu, on_gpu = (_weights(engine) for engine in engines)
+    for key, expected in on_cpu.items():
+        torch.testing.assert_close(on_gpu[key].cpu(), expected, rtol=0, atol=2e-3 if name == "muon" else 1e-5)
