@@ -208,7 +208,7 @@ def _write_local(temporary: Path, job: _Job, ranks: Ranks) -> _Written:
             next_step="Set run.dir to a folder on a file system that every node mounts.",
         )
     writer = ChecksumWriter(temporary)
-    writer.set_up_storage_writer(ranks.is_first, rank=ranks.rank, use_collectives=True)
+    writer.set_up_storage_writer(ranks.is_first)
     try:
         results = writer.write_data(job.plan.mine, job.planner).wait()
     except (OSError, RuntimeError) as error:
@@ -225,7 +225,7 @@ def _publish(temporary: Path, job: _Job, written: list[_Written], ranks: Ranks) 
     """On rank 0, when every rank's files are on the disk: metadata, manifest, rename."""
     assert job.plan.metadata is not None
     writer = ChecksumWriter(temporary)
-    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+    writer.set_up_storage_writer(True)
     writer.finish(job.plan.metadata, [one.results for one in written])
     files = dict(writer.entries)
     for one in written:
@@ -327,7 +327,7 @@ def load_into(
 
     def read() -> None:
         reader = FileSystemReader(checkpoint.folder)
-        reader.set_up_storage_reader(metadata, ranks.is_first, rank=ranks.rank, use_collectives=True)
+        reader.set_up_storage_reader(metadata, ranks.is_first)
         planner = PieceLoadPlanner()
         planner.set_up_planner(dict(into), metadata, ranks.is_first)
         reader.read_data(planner.create_local_plan(), planner).wait()
