@@ -6,8 +6,11 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
+from paceline.kernels import attention
 from paceline.kernels.attention import AttentionKernel, AttentionMask, attention_core, block_mask, why_not_flex
 
 CORES: tuple[AttentionKernel, ...] = ("reference", "sdpa", "auto")
@@ -114,6 +117,43 @@ def test_block_mask_covers_exactly_what_is_allowed(window: int, causal: bool) ->
         assert not (blocks.any(-1) & ~(partial | full)).any()
         assert not (full & ~blocks.all(-1)).any()
         assert not (partial & full).any()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_masks_and_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward only, and not compiled: that is all a CPU can do."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
+    q, k, v = (x.detach() for x in qkv(tokens=256, keys=256))
+    documents = (torch.arange(256) // 100).expand(2, -1)
+    for mask, softcap in ((AttentionMask(documents=documents), 0.0), (AttentionMask(window=60), 2.0)):
+        out = attention.flex_attention_core(q, k, v, mask, scale=0.3, softcap=softcap)
+        expected = attention.reference_attention(q, k, v, mask, scale=0.3, softcap=softcap)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_block_lists_name_the_blocks() -> None:
+    blocks = torch.tensor([[[True, False, False], [False, True, True], [True, False, True]]])
+    counts, indices = attention._block_lists(blocks)
+    assert counts.tolist() == [[[1, 2, 2]]]
+    assert [row[:count] for row, count in zip(indices[0, 0].tolist(), counts[0, 0].tolist(), strict=True)] == [
+        [0],
+        [1, 2],
+        [0, 2],
+    ]
+
+
+def test_choice_of_kernels_can_be_traced() -> None:
+    """What the CUDA branch does around the call must not break a graph."""
+
+    def call(q: Tensor) -> Tensor:
+        with sdpa_kernel(attention._SDPA_ORDER, set_priority=True):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = torch.randn(1, 2, 8, 8)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), F.scaled_dot_product_attention(q, q, q, is_causal=True))
 
 
 def test_reasons_against_flex() -> None:

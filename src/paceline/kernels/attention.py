@@ -14,9 +14,10 @@ head, E width of a value head.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,8 @@ _SDPA_ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# under an explicit mask only these two are sure to be right and to exist
+_SDPA_MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +170,7 @@ def sdpa_attention(
     if not q_BTHD.is_cuda:
         o_BHTE = F.scaled_dot_product_attention(*arguments, is_causal, scale=scale)
     else:
-        with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+        with sdpa_kernel(_SDPA_ORDER if allowed_B1TS is None else _SDPA_MASKED, set_priority=True):
             o_BHTE = F.scaled_dot_product_attention(*arguments, is_causal, scale=scale, enable_gqa=enable_gqa)
     return o_BHTE.transpose(1, 2)
 
@@ -202,7 +205,7 @@ def flex_attention_core(
     softcap: float = 0.0,
 ) -> Tensor:
     """FlexAttention with a block mask made from the documents without looking at single scores. T = S, CUDA."""
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     documents_BS, window, causal = mask.documents, mask.window, mask.causal
 
@@ -219,7 +222,10 @@ def flex_attention_core(
     blocks = BlockMask.from_kv_blocks(
         *_block_lists(partial_BQK), *_block_lists(full_BQK), BLOCK_SIZE=_FLEX_BLOCK, mask_mod=mask_mod
     )
-    o_BHTE = _flex()(
+    # a compiled block takes the function into its own graph; elsewhere it is compiled alone
+    plain: Any = flex_attention
+    attend = plain if torch.compiler.is_compiling() else _compiled_flex()
+    o_BHTE = attend(
         q_BTHD.transpose(1, 2),
         k_BSGD.transpose(1, 2),
         v_BSGE.transpose(1, 2),
@@ -263,8 +269,8 @@ def _block_lists(blocks_BQK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _flex():  # type: ignore[no-untyped-def]
-    """FlexAttention, compiled: the eager one materialises the scores. Inside a compiled block this is inlined."""
+def _compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention, compiled: the eager one materialises the scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
