@@ -72,6 +72,7 @@ def test_versions() -> None:
 @pytest.mark.gpu
 def test_gpu_facts() -> None:
     gpu = torch.device("cuda", 0)
+    torch.cuda.init()
     device.reset_peak_memory(gpu)
     before = device.memory_stats(gpu)
     kept = torch.empty(64 * 2**20, dtype=torch.uint8, device=gpu)

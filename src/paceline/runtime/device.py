@@ -117,7 +117,7 @@ def memory_stats(device: torch.device) -> MemoryStats:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Starts a new peak on a GPU. The CPU's peak is the kernel's, over the life of the process, and stays."""
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
 

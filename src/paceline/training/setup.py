@@ -50,7 +50,7 @@ def build_parts(config: RunConfig, registry: Registry, info: ProcessInfo, device
     plain = build_model(config)
     engine = parallelize(plain, config.parallel, mesh, config.train.precision, device).engine
     engine.materialize(lambda model: model.init_weights(config.run.seed))
-    optimizer = build_optimizer(config.optim, engine, mesh["dp_shard"].group)
+    optimizer = build_optimizer(config.optim, engine, mesh)
     task = build_task(config, registry)
     step = TrainStep(config, task=task, model=engine.model, engine=engine, optimizer=optimizer, mesh=mesh)
     return Parts(

@@ -17,7 +17,6 @@ from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.models.transformer import Transformer
 from paceline.optim.build import Optimizer
-from paceline.optim.clip import gradient_norm
 from paceline.optim.schedule import lr_factor
 from paceline.parallel.collectives import all_reduce
 from paceline.parallel.engine import Engine
@@ -84,7 +83,7 @@ class TrainStep:
         self.engine.reduce_gradients()
         if self.on_backward_end is not None:
             self.on_backward_end(step)
-        gradients = gradient_norm(self.engine.main_parameters(), self.engine, self.config.optim.grad_clip)
+        gradients = self.optimizer.gradient_norm()
         factor = lr_factor(self.config.optim, step, self.config.train.steps)
         self.optimizer.step(factor, gradients)
         self._balance_experts(totals.stats, gradients.finite)

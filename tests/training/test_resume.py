@@ -1,0 +1,226 @@
+"""A run that was ended at any step goes on as if nothing had happened, on any number of ranks and either engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from distributed import run as on_ranks
+
+from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
+from tests.training import runs
+
+
+def losses(records: list[runs.StepRecord]) -> dict[int, float | None]:
+    return {record.step: record.loss for record in records}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return runs.write_dataset(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def straight(data: str, tmp_path_factory: pytest.TempPathFactory) -> list[runs.StepRecord]:
+    """Eight uninterrupted steps on two ranks."""
+    return on_ranks(runs.run, 2, runs.tiny(tmp_path_factory.mktemp("straight") / "run", data))[0]
+
+
+@pytest.mark.parametrize("stop_after", [3, 5])
+def test_stopped_and_resumed_is_bit_equal(
+    stop_after: int, data: str, straight: list[runs.StepRecord], tmp_path: Path
+) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    first = on_ranks(runs.run, 2, recipe, stop_after)[0]
+    assert [record.step for record in first] == list(range(1, stop_after + 1))
+    again = on_ranks(runs.run, 2, recipe)[0]
+    assert losses(again) == losses(straight)
+    assert [r.lr for r in again] == [r.lr for r in straight]
+    assert [r.tokens for r in again] == [r.tokens for r in straight]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (4, []),
+        (1, []),
+        (2, ["parallel.zero=3"]),
+        (4, ["parallel.zero=3", "parallel.dp_replicate=2"]),
+        (2, ["parallel.zero=0", "train.micro_batch_size=2"]),
+    ],
+)
+def test_resumed_on_other_ranks_and_engines_is_equal_to_rounding(
+    ranks: int, changes: list[str], data: str, straight: list[runs.StepRecord], tmp_path: Path
+) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    on_ranks(runs.run, 2, recipe, 4)
+    again = on_ranks(runs.run, ranks, [*recipe, *changes])[0]
+    for step, loss in losses(straight).items():
+        assert losses(again)[step] == pytest.approx(loss, abs=1e-5), step
+
+
+def test_from_fsdp_to_flat(data: str, straight: list[runs.StepRecord], tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    on_ranks(runs.run, 4, [*recipe, "parallel.zero=2"], 4)
+    again = on_ranks(runs.run, 2, recipe)[0]
+    for step, loss in losses(straight).items():
+        assert losses(again)[step] == pytest.approx(loss, abs=1e-5), step
+
+
+def test_killed_at_any_moment_the_same_command_goes_on(data: str, tmp_path: Path) -> None:
+    """SIGKILL of all processes of `paceline train --nproc 2`; every later loss is bit-equal."""
+    straight = on_ranks(runs.run, 2, runs.tiny(tmp_path / "straight", data, steps=30))[0]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
+    sets = [f"--set={override}" for override in runs.tiny(tmp_path / "run", data, steps=30)]
+    command = [sys.executable, "-m", "paceline", "train", str(recipe), "--nproc", "2", *sets]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while not metrics.exists() or metrics.read_text().count("\n") < 8:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    _kill_family(process)
+    killed_at = metrics.read_text().count("\n")
+    assert killed_at < 30
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    again = runs.read_metrics(tmp_path / "run")
+    assert losses(again) == losses(straight)
+    assert [record.step for record in again] == list(range(1, 31))
+
+
+def _kill_family(process: subprocess.Popen[bytes]) -> None:
+    import psutil
+
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.send_signal(signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
+
+
+def test_sigterm_saves_and_ends_cleanly(data: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
+    overrides = runs.tiny(tmp_path / "run", data, "checkpoint.interval=0", steps=100000)
+    command = [sys.executable, "-m", "paceline", "train", str(recipe), "--nproc", "2"]
+    process = subprocess.Popen(
+        [*command, *(f"--set={override}" for override in overrides)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output.decode()
+    last = runs.read_metrics(tmp_path / "run")[-1].step
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "manifest.json").exists()
+    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert events[-1] == "stop"
+
+
+def refused(overrides: list[str]) -> PacelineError:
+    with pytest.raises(PacelineError) as error:
+        alone(overrides)
+    return error.value
+
+
+def alone(overrides: list[str], stop_after: int = 0) -> list[runs.StepRecord]:
+    """A run of one process, in this one."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return runs.run(0, 1, overrides, stop_after)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_another_recipe_in_the_same_folder_is_refused(data: str, tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    alone(recipe, 2)
+    before = (tmp_path / "run" / "recipe.toml").read_text()
+    error = refused([*recipe, "optim.lr=0.5", "model.num_layers=3"])
+    assert isinstance(error, RunFolderError)
+    assert "optim.lr: 0.01 there, 0.5 now" in error.evidence and "run.dir" in error.next_step
+    error = refused([*recipe, "optim.lr=0.5"])
+    assert 'allow_change=["lr"]' in error.next_step
+    assert (tmp_path / "run" / "recipe.toml").read_text() == before
+    assert "train.steps" in refused([*recipe, "train.steps=20"]).evidence
+
+
+def test_changes_on_purpose_are_made(data: str, tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    alone(recipe, 4)
+    changed = alone([*recipe, "optim.lr=0.002", "optim.min_lr=0.001", 'checkpoint.allow_change=["lr"]'])
+    assert changed[3].lr > 0.002 > changed[4].lr
+    assert changed[-1].lr == pytest.approx(0.001)
+    other = runs.write_dataset(tmp_path / "other", seed=5)
+    error = refused([*recipe, "train.steps=12", f"data.train={other}", 'checkpoint.allow_change=["lr"]'])
+    assert "data.train" in error.evidence
+    grown = alone(
+        [
+            *recipe,
+            "train.steps=12",
+            "optim.lr=0.002",
+            "optim.min_lr=0.001",
+            f"data.train={other}",
+            "train.global_batch_size=8",
+            'checkpoint.allow_change=["lr", "data", "batch"]',
+        ]
+    )
+    assert [record.step for record in grown] == list(range(1, 13))
+    assert grown[-1].tokens - grown[-2].tokens == 8 * 16
+
+
+def test_resuming_past_the_end_says_so(data: str, tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data, steps=3)
+    alone(recipe)
+    error = refused(recipe)
+    assert isinstance(error, TrainingError)
+    assert "step 3 of 3" in error.subject and "train.steps" in error.next_step
+
+
+def test_a_changed_sample_order_is_noticed(data: str, tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data, "optim.schedule=constant")
+    alone(recipe, 4)
+    # so many steps need more epochs, and in Megatron's order epochs are shuffled together
+    error = refused([*recipe, "train.steps=400"])
+    assert isinstance(error, ConfigError) and "order of samples" in error.subject
+    steady = runs.tiny(tmp_path / "steady", data, "optim.schedule=constant", "data.order=epoch")
+    alone(steady, 4)
+    assert alone([*steady, "train.steps=40"])[-1].step == 40
+
+
+def test_a_warm_start_takes_weights_only(data: str, tmp_path: Path) -> None:
+    first = alone(runs.tiny(tmp_path / "first", data))
+    warm = alone(runs.tiny(tmp_path / "warm", data, f"model.init_from={tmp_path / 'first'}"))
+    assert warm[0].step == 1 and warm[0].lr == first[0].lr
+    assert (warm[0].loss or 9) < (first[0].loss or 0) - 0.1
+
+
+def test_never_resume_does_not_overwrite(data: str, tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    alone(recipe, 4)
+    error = refused([*recipe, "checkpoint.resume=never"])
+    assert "up to step 4" in error.subject
+    assert (tmp_path / "run" / "checkpoints" / "step_00000004" / "manifest.json").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over(data: str, straight: list[runs.StepRecord], tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    on_ranks(runs.run, 2, recipe, 7)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000007"
+    victim = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-100])
+    again = on_ranks(runs.run, 2, recipe)[0]
+    assert losses(again) == losses(straight)
+    assert any("step_00000007 is damaged" in path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
