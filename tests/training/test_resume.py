@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from distributed import run as on_ranks
 
+from distributed import run as on_ranks
 from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
 from tests.training import runs
 

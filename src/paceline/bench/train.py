@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.gemm import sustained_gemm
+from paceline.bench.gemm import GemmRate, sustained_gemm
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.config.load import Recipe, resolve
@@ -75,12 +75,9 @@ def bench_train(recipe: Recipe, info: ProcessInfo, *, steps: int, warm_up: int) 
             trainer.feed.close()
             trainer.manager.close()
         peak_gib = memory_stats(device).peak_bytes / GIB
-        return _record(parts, trainer, clock.seconds(), peak_gib, steps) if info.is_main else _idle(device)
-
-
-def _idle(device: torch.device) -> None:
-    """The other ranks run the matrix product too: GPUs of one host share its power and cooling."""
-    sustained_gemm(device)
+        # every rank: GPUs of one host share its power and cooling
+        gemm = sustained_gemm(device)
+        return _record(parts, trainer, clock.seconds(), peak_gib, steps, gemm) if info.is_main else None
 
 
 def _without_files(recipe: Recipe, total_steps: int) -> RunConfig:
@@ -152,7 +149,9 @@ def _trainer(parts: Parts, recipe: Recipe, folder: Path, clock: StepClock, warm_
     )
 
 
-def _record(parts: Parts, trainer: Trainer, seconds: list[float], peak_gib: float, steps: int) -> BenchRecord:
+def _record(
+    parts: Parts, trainer: Trainer, seconds: list[float], peak_gib: float, steps: int, gemm: GemmRate
+) -> BenchRecord:
     config, info = parts.config, parts.info
     measured = seconds[-steps:]
     step_seconds = statistics.median(measured)
@@ -160,7 +159,6 @@ def _record(parts: Parts, trainer: Trainer, seconds: list[float], peak_gib: floa
     found = rates(config, parts.device)
     assert found.flops_per_token is not None
     tflops = tokens_per_second * found.flops_per_token / 1e12
-    gemm = sustained_gemm(parts.device)
     reading = trainer.last_reading
     return BenchRecord(
         step_seconds=step_seconds,

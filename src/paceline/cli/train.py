@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.config.load import Recipe
+    from paceline.runtime.process import ProcessInfo
 
 
 def train(

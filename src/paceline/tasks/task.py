@@ -17,12 +17,12 @@ Forward = Callable[..., ModelOutput]
 class LossTerms(NamedTuple):
     """What a micro-batch contributes. `training/step.py` alone divides, by counts over the whole global batch.
 
-    `loss_sum` is the sum over the `count` units (tokens, pairs, ...) of this micro-batch, `aux_loss` the sum over its
+    `loss_sum` is the sum over the `units` (tokens, pairs, ...) of this micro-batch, `aux_loss` the sum over its
     sequences of terms that are averaged over sequences. Both are scalars that backward goes through.
     """
 
     loss_sum: Tensor
-    count: Tensor
+    units: Tensor
     aux_loss: Tensor | None
     stats: Mapping[str, Tensor]
     """Detached tensors for the metrics, summed over micro-batches and ranks."""

@@ -73,7 +73,9 @@ def build_model(config: RunConfig, device: torch.device | str = "meta") -> Trans
         config.model,
         device=device,
         core=attention_core(train.attention_kernel),
-        head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens),
+        head_loss=PlainHeadLoss()
+        if train.loss_kernel == "plain"
+        else ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens),
     )
 
 

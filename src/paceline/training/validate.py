@@ -115,7 +115,7 @@ class Evaluator:
                 terms = self.task.loss(self.model, batch)
                 # deliberately not loss_sum: with multi-token prediction it holds more than the next token's loss
                 main = terms.stats.get("loss_sum_main", terms.loss_sum)
-                sums += torch.stack((main.double(), terms.count.double()))
+                sums += torch.stack((main.double(), terms.units.double()))
                 histogram += _label_counts(batch, histogram.numel())
         all_reduce(sums, self.mesh["dp"], "dp/evaluation/loss")
         all_reduce(histogram, self.mesh["dp"], "dp/evaluation/labels")
