@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from distributed import run
+from paceline.config.parallel import ParallelConfig
+from paceline.parallel.flat import FlatEngine
+from paceline.parallel.mesh import ParallelMesh
 from tests.parallel.tiny import (
     batches,
     full_weights,
@@ -18,11 +23,6 @@ from tests.parallel.tiny import (
     tiny_model,
     train,
 )
-
-from distributed import run
-from paceline.config.parallel import ParallelConfig
-from paceline.parallel.flat import FlatEngine
-from paceline.parallel.mesh import ParallelMesh
 
 
 def _engine(
@@ -58,7 +58,7 @@ def _plain_gradients(step: int, dtype: torch.dtype, tied: bool, moe: bool) -> di
 
 
 def _check_gradients(rank: int, world_size: int) -> None:
-    for tied, moe in ((False, False), (True, False), (True, True)):
+    for tied, moe in ((False, False), (True, True)) if world_size == 2 else ((True, False),):
         expected = _plain_gradients(3, torch.float64, tied, moe)
         atol = 1e-7 if moe else 1e-12  # routers compute in fp32 in every model
         for parallel in (
