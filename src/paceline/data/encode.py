@@ -13,9 +13,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.atomic import unwritable
 from paceline.data.dedup import NUM_HASHES, exact_hash, signature
 from paceline.data.indexed import dtype_for_vocab
-from paceline.data.indexed_writer import unwritable
 from paceline.data.pieces import Splitter, splitter_for
 from paceline.data.readers import Document, Problem, ReadOptions, SliceReader, Unit
 from paceline.data.tokenizer import Tokenizer

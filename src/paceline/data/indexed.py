@@ -132,6 +132,10 @@ class IndexedDataset:
             length = int(self.lengths[sequence]) - offset
         return self._tokens[start : start + length]
 
+    def tokens_at(self, places: NDArray) -> NDArray:
+        """The tokens at these places of the file."""
+        return self._tokens[places]
+
     def blocks(self, tokens_per_block: int = 1 << 22) -> list[tuple[int, NDArray]]:
         """(position of the first token, tokens) over the whole file; views, so nothing is read until used."""
         starts = range(0, self.num_tokens, tokens_per_block)

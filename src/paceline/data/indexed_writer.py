@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.atomic import unwritable
 from paceline.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_for_vocab, idx_path
 from paceline.errors import DataError
 
@@ -222,19 +223,6 @@ _KINDS = ("bin", "idx", "lengths", "documents")
 def _copy(source: BinaryIO, target: BinaryIO) -> None:
     source.seek(0)
     shutil.copyfileobj(source, target, 1 << 20)
-
-
-def unwritable(target: str | Path, error: OSError) -> DataError:
-    folder = Path(target).parent
-    try:
-        free = f" {shutil.disk_usage(folder).free / 2**30:.2f} GiB are free there."
-    except OSError:
-        free = ""
-    return DataError(
-        f"{target}: cannot be written",
-        evidence=f"{error}.{free} Nothing was left behind.",
-        next_step="Free some space, check the permissions, or choose another output path.",
-    )
 
 
 def merge(prefixes: Sequence[str | Path], output: str | Path, *, widen: bool = False) -> IndexedDataset:

@@ -14,7 +14,6 @@ what cannot be read is counted and listed in ``OUTPUT.skipped.jsonl`` (see `read
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -27,9 +26,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.atomic import unwritable, write_text
 from paceline.data.dedup import Deduplicator
 from paceline.data.encode import EncodeOptions, UnitEncoder, UnitResult
-from paceline.data.indexed_writer import IndexedWriter, unwritable
+from paceline.data.indexed_writer import IndexedWriter
 from paceline.data.pool import WorkerPool
 from paceline.data.readers import InputFile, Problem, ReadOptions, Unit, find_files, units
 from paceline.data.sidecar import Sidecar, sidecar_path, write_sidecar
@@ -119,16 +119,10 @@ class _Problems:
 
     def write(self, path: Path) -> str:
         """Writes the list and returns its path; without problems removes an old list and returns ""."""
-        try:
-            if not self.listed:
-                path.unlink(missing_ok=True)
-                return ""
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_text("".join(json.dumps(_as_record(problem)) + "\n" for problem in self.listed))
-            temporary.replace(path)
-        except OSError as error:
-            raise unwritable(path, error) from error
+        if not self.listed:
+            path.unlink(missing_ok=True)
+            return ""
+        write_text(path, "".join(json.dumps(_as_record(problem)) + "\n" for problem in self.listed))
         return str(path)
 
 
@@ -150,7 +144,7 @@ def build_dataset(
     options: PrepareOptions,
     progress: Callable[[Progress], None] | None = None,
 ) -> BuildSummary:
-    """Builds ``output``.bin, .idx and .json; with ``valid_share``, ``output``_train and ``output``_valid instead.
+    """Builds ``output``.bin, .idx and .json; with ``valid_share``, ``output``-train and ``output``-valid instead.
 
     Args:
         progress: called after each unit, in this process.
@@ -166,7 +160,7 @@ def build_dataset(
     files = find_files(inputs, options.glob)
     total = sum(file.size for file in files)
     base = Path(output)
-    prefixes = [f"{base}_train", f"{base}_valid"] if options.valid_share else [str(base)]
+    prefixes = [f"{base}-train", f"{base}-valid"] if options.valid_share else [str(base)]
     folder = _temporary_folder(base)
     encode = EncodeOptions(
         read=options.read,

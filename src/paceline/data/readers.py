@@ -241,7 +241,7 @@ class SliceReader:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             return Problem(file.path, content.count(b"\n", 0, error.start) + 1, error.start, *_bad_bytes(error))
-        return Document(text, len(content))
+        return Document(text, len(content) - 3 * content.startswith(b"\xef\xbb\xbf"))
 
     def _lines(self) -> Iterator[Document | Problem]:
         is_json = self.part.file.kind == "jsonl"

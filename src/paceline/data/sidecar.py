@@ -6,11 +6,10 @@ Megatron's format has no place for it; datasets without this file still work, wi
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.data.indexed_writer import unwritable
+from paceline.data.atomic import write_text
 from paceline.errors import DataError
 
 FORMAT = "paceline-dataset-1"
@@ -43,14 +42,7 @@ def sidecar_path(prefix: str | Path) -> Path:
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
-    path = sidecar_path(prefix)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps({"format": FORMAT, **asdict(sidecar)}, indent=2) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise unwritable(path, error) from error
+    write_text(sidecar_path(prefix), json.dumps({"format": FORMAT, **asdict(sidecar)}, indent=2) + "\n")
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:

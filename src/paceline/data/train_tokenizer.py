@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from paceline.data.indexed_writer import unwritable
+from paceline.data.atomic import write_text
 from paceline.data.tokenizer import HFTokenizer
 from paceline.errors import DataError
 
@@ -52,13 +51,5 @@ def train_tokenizer(texts: Iterable[str], output: str | Path, *, vocab_size: int
     backend.train_from_iterator(counted(), trainer)
     if not seen:
         raise DataError("there is no text to train a tokenizer on", next_step="Check the inputs: are they empty?")
-    path = Path(output)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(backend.to_str(pretty=True), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise unwritable(path, error) from error
-    return HFTokenizer(path)
+    write_text(output, backend.to_str(pretty=True))
+    return HFTokenizer(output)

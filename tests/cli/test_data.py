@@ -1,0 +1,108 @@
+"""The verb as a user types it, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.data import app
+from paceline.data.indexed import IndexedDataset, bin_path, idx_path
+from paceline.errors import DataError
+
+runner = CliRunner()
+
+
+def call(*arguments: object) -> str:
+    result = runner.invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i:02d}.txt").write_text(f"Document {i} says: " + " ".join(str(i * k) for k in range(40)))
+    return folder
+
+
+def test_from_text_to_dataset(texts: Path, tmp_path: Path) -> None:
+    output = call("train-tokenizer", texts, "--out", tmp_path / "t.json", "--vocab-size", 300)
+    assert "vocabulary 300, from 30 files" in output
+    command = ("build", texts, "--out", tmp_path / "d", "--tokenizer", tmp_path / "t.json", "--workers", 2)
+    output = call(*command, "--valid-share", 0.2)
+    assert "d-train" in output and "d-valid" in output and "tokens/s" in output
+    output = call("inspect", tmp_path / "d-train", "--samples", 2)
+    assert "document 0:" in output and " says: 0 " in output and "median" in output
+    output = call("verify", tmp_path / "d-train", tmp_path / "d-valid")
+    assert output.count("good.") == 2
+    output = call("merge", tmp_path / "d-train", tmp_path / "d-valid", "-o", tmp_path / "all")
+    assert "all: 30 documents" in output
+    assert "bytes a token" in call("inspect", tmp_path / "all", "--document", 29)
+
+
+def test_help_reads_like_a_manual() -> None:
+    for verb in ("build", "inspect", "verify", "merge", "train-tokenizer"):
+        assert f"paceline data {verb}" in call(verb, "--help")
+
+
+def fails(message: str, *arguments: object) -> DataError:
+    with pytest.raises(DataError, match=message) as caught:
+        call(*arguments)
+    assert caught.value.exit_code == 1 and caught.value.next_step
+    return caught.value
+
+
+def test_verify_finds_damage(texts: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "d"
+    call("build", texts, "-o", prefix, "-t", "byte")
+    fails("holds the token id 256", "verify", prefix, "--vocab-size", 256)
+    whole = bin_path(prefix).read_bytes()
+    bin_path(prefix).write_bytes(whole[:-2])
+    fails("shorter than the index says", "verify", prefix)
+    bin_path(prefix).write_bytes(b"\x05\x05" + whole[2:])
+    fails("sequence 0 holds the token id 1285", "verify", prefix)
+    bin_path(prefix).write_bytes(whole[:-2] + b"\x05\x00")
+    fails("document 29 does not end with the end-of-document token 256", "verify", prefix)
+    bin_path(prefix).write_bytes(whole)
+    index = bytearray(idx_path(prefix).read_bytes())
+    index[17] = 4
+    idx_path(prefix).write_bytes(bytes(index))
+    fails("said to start at byte", "verify", prefix)
+    fails("no such file", "verify", tmp_path / "nothing")
+
+
+def test_description_of_another_build(texts: Path, tmp_path: Path) -> None:
+    call("build", texts, "-o", tmp_path / "d", "-t", "byte")
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"documents": 7}))
+    fails("promises 7 documents, the dataset has 30", "verify", tmp_path / "d")
+
+
+def test_merge_refuses_other_tokenizers(texts: Path, tmp_path: Path) -> None:
+    call("train-tokenizer", texts, "-o", tmp_path / "t.json", "--vocab-size", 300)
+    call("build", texts, "-o", tmp_path / "a", "-t", "byte")
+    call("build", texts, "-o", tmp_path / "b", "-t", tmp_path / "t.json")
+    fails("were made with different tokenizers", "merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "m")
+    (tmp_path / "b.json").unlink()
+    call("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "m")
+    assert IndexedDataset(tmp_path / "m").num_documents == 60 and not (tmp_path / "m.json").exists()
+
+
+def test_inspect_without_the_tokenizer(texts: Path, tmp_path: Path) -> None:
+    call("train-tokenizer", texts, "-o", tmp_path / "t.json", "--vocab-size", 300)
+    call("build", texts, "-o", tmp_path / "d", "-t", tmp_path / "t.json")
+    (tmp_path / "t.json").unlink()
+    output = call("inspect", tmp_path / "d", "--samples", 1, "--tokens", 3)
+    assert "no decoding" in output and "document 0:" in output
+    fails("there is no document 30", "inspect", tmp_path / "d", "--document", 30)
+
+
+def test_strict(texts: Path, tmp_path: Path) -> None:
+    (texts / "bad.txt").write_bytes(b"\xff")
+    fails("bad.txt, line 1, byte 0: invalid UTF-8", "build", texts, "-o", tmp_path / "d", "-t", "byte", "--strict")
+    assert "1 invalid UTF-8" in call("build", texts, "-o", tmp_path / "d", "-t", "byte")
