@@ -40,6 +40,7 @@ def _two_meshes(rank: int, world_size: int) -> dict[str, Any]:
         "other_sum": _sum_over(other, "pp", rank),
         "alone": dist.get_world_size(other.group("cp")),
         "says": hsdp.describe(),
+        "weights": (hsdp["dp_weights"].ranks, hsdp["dp_weights"].group is not hsdp["dp_shard"].group),
     }
 
 
@@ -61,6 +62,7 @@ def test_grid_of_four_ranks() -> None:
             "dp": 15.0,
             "tp": 2.0**rank,
         }
+        assert found["weights"] == ((2 * replicate, 2 * replicate + 1), True)
         assert found["library"] == [[0, 1], [2, 3]]
         assert found["library_sum"] == found["sums"]["dp_replicate"]
         tp, pp = divmod(rank, 2)

@@ -32,15 +32,23 @@ class FlatSettings:
 class FlatGroup:
     """Buffers, buckets and shards of some parameters, and the communication for them.
 
+    ``shard_axis`` says which ranks share the main weights, ``weights_axis`` (the same ranks) how they exchange them.
+
     Life: `allocate`, then the caller initialises the parameters, then `settle`. A step: `begin`, hooks during backward,
     `finish`, the optimizer, `publish`; `wait_for` before a bucket's weights are read.
     """
 
     def __init__(
-        self, sites: Mapping[str, Site], shard_axis: Axis, reducer: GradientReducer, settings: FlatSettings
+        self,
+        sites: Mapping[str, Site],
+        shard_axis: Axis,
+        weights_axis: Axis,
+        reducer: GradientReducer,
+        settings: FlatSettings,
     ) -> None:
         first = next(iter(sites.values()))
-        self._sites, self._shard_axis, self._reducer, self._settings = dict(sites), shard_axis, reducer, settings
+        self._sites, self._reducer, self._settings = dict(sites), reducer, settings
+        self._shard_axis, self._weights_axis = shard_axis, weights_axis
         self._lane = settings.lane
         self._dtype, self._main_dtype = first.compute_dtype, main_dtype(first.parameter.dtype)
         self._accumulate_dtype = torch.float64 if self._main_dtype == torch.float64 else settings.accumulate_dtype
@@ -200,7 +208,7 @@ class FlatGroup:
                     # .data: the gather writes while a forward is under way; see Site.replace
                     self._weights.data[bucket.start : bucket.end],
                     self.state.shard_of(self._weights.data, bucket),
-                    self._shard_axis,
+                    self._weights_axis,
                     "dp/weights/all_gather",
                     async_op=not self._lane.asynchronous,
                 )

@@ -23,6 +23,9 @@ from paceline.parallel.collectives import Axis, Traffic
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("edp", "ep", "etp")
+WEIGHTS_AXIS = "dp_weights"
+"""The ranks of dp_shard again, on a communicator of its own: new weights are gathered while the next forward runs, and
+a small sum on dp_shard must not queue up behind them."""
 
 
 class ParallelMesh:
@@ -44,6 +47,7 @@ class ParallelMesh:
         self._grids = _dense_grids(config, world_size, self._order) | _expert_grids(config, world_size, self._order)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, grid) for name, grid in self._grids.items()}
+        self._axes[WEIGHTS_AXIS] = self._own_communicator(WEIGHTS_AXIS, "dp_shard", needed=config.zero == 1)
 
     def __getitem__(self, axis: str) -> Axis:
         """The ranks that differ from this one along ``axis`` only, with the means to talk to them."""
@@ -113,6 +117,13 @@ class ParallelMesh:
             if self.rank in ranks:
                 own, group = ranks, self._groups.get(ranks)
         return Axis(name=name, ranks=own, index=own.index(self.rank), group=group, traffic=self.traffic)
+
+    def _own_communicator(self, name: str, like: str, *, needed: bool) -> Axis:
+        axis = self._axes[like]
+        if axis.group is None or not needed:
+            return Axis(name=name, ranks=axis.ranks, index=axis.index, group=axis.group, traffic=self.traffic)
+        groups = {tuple(line): dist.new_group(line) for line in self._grids[like].tolist()}
+        return Axis(name=name, ranks=axis.ranks, index=axis.index, group=groups[axis.ranks], traffic=self.traffic)
 
 
 def _checked_order(config: ParallelConfig) -> tuple[str, ...]:
