@@ -239,7 +239,7 @@ def test_kill_in_the_middle_of_a_save(tmp_path, delay_seconds):
     # the save before the one that was running had ended when the running one began
     found = loaded_step(make(tmp_path), numel=2_000_000)
     assert found is not None and found >= reached - 1
-    assert not list(tmp_path.glob("*.tmp-*"))
+    assert not list(tmp_path.glob("*.tmp*"))
 
 
 def test_a_checkpoint_moved_aside_for_its_successor_comes_back(tmp_path):

@@ -38,6 +38,21 @@ def test_copies_are_apart_and_memory_is_reused(monkeypatch, slab_bytes):
     assert sizes[0] == sizes[1] == sizes[2] > 0
 
 
+def test_blocks_are_packed_without_gaps(monkeypatch):
+    monkeypatch.setattr(staging, "_SLAB_BYTES", 4 * 4096)
+    state = {}
+    for index in range(8):
+        state[f"large{index}", (0,)] = torch.zeros(1024)
+        state[f"small{index}", (0,)] = torch.zeros(8)
+    buffers = HostBuffers()
+    buffers.copy(state)
+    # 8 large ones fill two slabs to the last byte, the small ones share a third
+    assert buffers.num_bytes == 3 * 4 * 4096
+    state["one more", (0,)] = torch.ones(3)
+    assert buffers.copy(state).blocks["one more", (0,)].tolist() == [1.0] * 3
+    assert buffers.num_bytes == 3 * 4 * 4096
+
+
 @pytest.mark.gpu
 def test_an_update_queued_right_after_the_save_does_not_leak(tmp_path):
     weights = torch.full((50_000_000,), 1.0, device="cuda")

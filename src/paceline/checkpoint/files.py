@@ -117,11 +117,16 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a small file that readers see either as it was or as it is now."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    """Writes a small file that readers see either as it was or as it is now. For one writer at a time: a crash leaves
+    the same temporary name for the next one."""
+    temporary = temporary_name(path)
     write_file(temporary, data)
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.files import temporary_name
 from paceline.checkpoint.ranks import Ranks
-from paceline.checkpoint.store import Checkpoint, open_checkpoint
+from paceline.checkpoint.store import LATEST, Checkpoint, open_checkpoint
 from paceline.errors import CheckpointError
 from paceline.report.finding import Finding
 
@@ -94,8 +95,10 @@ def _damaged(folder: Path, problems: list[str]) -> Finding:
     )
 
 
-def find_checkpoint(path: Path, *, report: Report | None = None) -> Checkpoint:
+def find_checkpoint(path: Path, *, ranks: Ranks | None = None, report: Report | None = None) -> Checkpoint:
     """The checkpoint that ``path`` means: itself, or the newest whole one of a run or ``checkpoints`` folder.
+
+    Collective over ``ranks``, which share the reading that finding the newest whole one takes.
 
     Raises:
         CheckpointError: nothing of the kind is there, or nothing is whole.
@@ -104,7 +107,7 @@ def find_checkpoint(path: Path, *, report: Report | None = None) -> Checkpoint:
         return open_checkpoint(path)
     for folder in (path / "checkpoints", path):
         if step_folders(folder):
-            found = newest_whole(folder, report=report)
+            found = newest_whole(folder, ranks=ranks, report=report)
             assert found is not None
             return found
     raise CheckpointError(
@@ -124,6 +127,7 @@ def clean_unfinished(folder: Path, report: Report | None = None) -> None:
     """
     if not folder.is_dir():
         return
+    temporary_name(folder / LATEST).unlink(missing_ok=True)
     for path in sorted(folder.iterdir()):
         match = _UNFINISHED.fullmatch(path.name)
         if match is None or not path.is_dir():

@@ -34,6 +34,8 @@ class HostBuffers:
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
         self._pinned = False
+        self._layout: dict[BlockKey, tuple[torch.Size, torch.dtype]] = {}
+        self._places: dict[BlockKey, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -41,14 +43,9 @@ class HostBuffers:
 
     def copy(self, blocks: Mapping[BlockKey, Tensor]) -> Staged:
         devices = {tensor.device for tensor in blocks.values() if tensor.is_cuda}
-        # pinned memory is worth its price only where a device copies into it without the processor's help
-        if devices and not self._pinned:
-            self._pinned = True
-            self._slabs = []
-        packer = _Packer(self._slabs, pinned=self._pinned, num_bytes=sum(_padded(t) for t in blocks.values()))
-        copies = {key: packer.place(tensor) for key, tensor in blocks.items()}
+        self._make_room(blocks, pinned=bool(devices))
         for key, tensor in blocks.items():
-            copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            self._places[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         events = []
         for device in devices:
             event = torch.cuda.Event()
@@ -59,31 +56,45 @@ class HostBuffers:
             for event in events:
                 event.synchronize()
 
-        return Staged(blocks=copies, wait=wait)
+        return Staged(blocks=self._places, wait=wait)
+
+    def _make_room(self, blocks: Mapping[BlockKey, Tensor], *, pinned: bool) -> None:
+        """A place for every block, the same as before if the blocks are of the same shapes as before."""
+        layout = {key: (tensor.shape, tensor.dtype) for key, tensor in blocks.items()}
+        if layout == self._layout and (self._pinned or not pinned):
+            return
+        # pinned memory is worth its price only where a device copies into it without the processor's help
+        if pinned and not self._pinned:
+            self._pinned = True
+            self._slabs = []
+        packer = _Packer(self._slabs, pinned=self._pinned, num_bytes=sum(_padded(t) for t in blocks.values()))
+        # the largest first: small ones then fill what is left at the end of each slab
+        by_size = sorted(blocks, key=lambda key: -blocks[key].nbytes)
+        self._places = {key: packer.place(blocks[key]) for key in by_size}
+        self._layout = layout
 
 
 class _Packer:
-    """Places tensors one after another in slabs; adds a slab where none has room."""
+    """Places tensors in the first slab with room; adds a slab where none has."""
 
     def __init__(self, slabs: list[Tensor], *, pinned: bool, num_bytes: int) -> None:
         self._slabs = slabs
+        self._used = [0] * len(slabs)
         self._pinned = pinned
         # a small state does not need a whole slab
         self._slab_bytes = min(_SLAB_BYTES, max(num_bytes, _ALIGNMENT))
-        self._slab = 0
-        self._used = 0
 
     def place(self, tensor: Tensor) -> Tensor:
         """Uninitialised memory of the shape and dtype of ``tensor``."""
-        while self._slab < len(self._slabs) and self._used + tensor.nbytes > self._slabs[self._slab].nbytes:
-            self._slab += 1
-            self._used = 0
-        if self._slab == len(self._slabs):
+        slab = next((i for i, used in enumerate(self._used) if used + tensor.nbytes <= self._slabs[i].nbytes), None)
+        if slab is None:
+            slab = len(self._slabs)
             size = max(self._slab_bytes, tensor.nbytes)
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
-        memory = self._slabs[self._slab][self._used : self._used + tensor.nbytes]
-        self._used += _padded(tensor)
-        return memory.view(tensor.dtype).view(tensor.shape)
+            self._used.append(0)
+        start = self._used[slab]
+        self._used[slab] += _padded(tensor)
+        return self._slabs[slab][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _padded(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.pieces import Box, Piece, ShardedValue
+from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint, load_into
 from paceline.errors import CheckpointError
 
@@ -42,14 +43,16 @@ class WeightSink(Protocol):
 
 
 class CheckpointSource:
-    """Reads the weights of one checkpoint, or of a run's newest whole one, without any process group.
+    """Reads the weights of one checkpoint, or of a run's newest whole one.
+
+    Needs no process group. Given ``ranks``, making it is collective: they share the checking of files.
 
     Raises:
         CheckpointError: nothing whole is at ``path``.
     """
 
-    def __init__(self, path: Path | Checkpoint) -> None:
-        self.checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
+    def __init__(self, path: Path | Checkpoint, *, ranks: Ranks | None = None) -> None:
+        self.checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path, ranks=ranks)
         self._saved = self.checkpoint.tensors()
 
     def shapes(self) -> dict[str, torch.Size]:
