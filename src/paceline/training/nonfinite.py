@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.errors import TrainingError
-from paceline.parallel.engine import Engine
-from paceline.tasks.task import Task
+from paceline.optim.clip import non_finite_parameters
+from paceline.parallel.mesh import ParallelMesh
+from paceline.training.step import TrainStep
 
 
 class SkipWatch:
@@ -27,39 +28,48 @@ class SkipWatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._rows = torch.zeros(2, dtype=torch.int64, device=device)  # in a row now, longest row
-        self._host = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # in a row now, longest row, last step that was skipped
+        self._rows = torch.zeros(3, dtype=torch.int64, device=device)
+        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
 
-    def add(self, finite: Tensor) -> None:
+    def add(self, step: int, finite: Tensor) -> None:
         """``finite``: bool scalar on the device, equal on all ranks."""
         self._rows[0] = (self._rows[0] + 1) * (~finite)
         self._rows[1] = torch.maximum(self._rows[1], self._rows[0])
+        self._rows[2] = torch.where(finite, self._rows[2], step)
         self._host.copy_(self._rows, non_blocking=True)
 
     @property
     def longest(self) -> int:
         return int(self._host[1])
 
+    def last_skipped(self) -> int:
+        """The last step that was skipped. Waits for the device."""
+        return int(self._rows[2])
 
-def explain_nonfinite(step: int, limit: int, batches: Sequence[Batch], *, task: Task, engine: Engine) -> TrainingError:
-    """Runs the last step's micro-batches once more, looking for where numbers stop being finite. A collective.
+
+def explain_nonfinite(
+    number: int, limit: int, batches: Sequence[Batch], step: TrainStep, mesh: ParallelMesh
+) -> TrainingError:
+    """Runs the micro-batches of the skipped step ``number`` again, looking for where numbers stop being finite.
 
     The weights are those of the last good step, since skipped steps left them alone; so the same batches fail again,
-    unless the fault lies outside the program.
+    unless the fault lies outside the program. Collective.
     """
-    mine = _Search(engine.model).run(batches, task, engine)
-    reports = _gather(mine)
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
-    evidence = (
-        "\n  ".join(found)
-        if found
-        else (
-            "Run again, the same micro-batches gave finite losses and gradients on every rank: the fault does not "
-            "repeat, which points to memory or a device rather than to the recipe."
-        )
+    search = _Search(step.model)
+    mine = search.run(number, batches, step)
+    found = [text for text in _gather(f"{mesh.describe()}: {mine}" if mine else "") if text]
+    summed = non_finite_parameters(step.engine.main_parameters())
+    step.engine.zero_gradients()
+    if not found:
+        found = [text for text in _gather(f"{mesh.describe()}: {_names(summed)}, summed" if summed else "") if text]
+    evidence = "\n  ".join(found) or (
+        "Run again, the same micro-batches gave finite losses and gradients on every rank: the fault does not "
+        "repeat, which points to memory or a device rather than to the recipe."
     )
     return TrainingError(
-        f"step {step}: the loss or a gradient was not finite {limit} time{'s' if limit > 1 else ''} in a row",
+        f"step {number}: the loss or a gradient was not finite"
+        + (f", for the {limit}th step in a row" if limit > 3 else f" ({limit} steps in a row)" * (limit > 1)),
         evidence=evidence,
         next_step="The weights are those of the last good step. Try a lower optim.lr, a smaller optim.grad_clip, more "
         "optim.warmup_steps, or train.precision = 'fp32' from the last checkpoint; look at the samples of this step. "
@@ -76,25 +86,22 @@ class _Search:
         self._backward = ""
         self._parameters: list[str] = []
 
-    def run(self, batches: Sequence[Batch], task: Task, engine: Engine) -> str:
-        losses: list[str] = []
+    def run(self, number: int, batches: Sequence[Batch], step: TrainStep) -> str:
         with self._watched():
-            for index, batch in enumerate(batches):
-                with engine.accumulate(last=index == len(batches) - 1):
-                    terms = task.loss(engine.model, task.prepare(batch))
-                    terms.loss_sum.backward()
-                if not bool(torch.isfinite(terms.loss_sum)):
-                    losses.append(f"the loss of micro-batch {index} is {float(terms.loss_sum)}")
-        engine.reduce_gradients()
-        engine.zero_gradients()
-        parts = losses[:2]
+            losses = step.rerun(number, batches)
+        parts = [
+            f"the loss of micro-batch {index} is {float(loss)}"
+            for index, loss in enumerate(losses)
+            if not bool(torch.isfinite(loss))
+        ][:2]
         if self._forward:
             parts.append(f"the first output that is not finite is that of {self._forward}")
+        if parts:
+            return "; ".join(parts)  # every gradient is then not finite, which says no more
         if self._backward:
             parts.append(f"the first gradient that is not finite is that of {self._backward}")
         if self._parameters:
-            more = f" and {len(self._parameters) - 3} more" if len(self._parameters) > 3 else ""
-            parts.append(f"parameters with such gradients: {', '.join(self._parameters[:3])}{more}")
+            parts.append(_names(self._parameters))
         return "; ".join(parts)
 
     @contextmanager
@@ -128,6 +135,11 @@ class _Search:
                 self._parameters.append(name)
 
         return hook
+
+
+def _names(parameters: Sequence[str]) -> str:
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    return f"parameters with gradients that are not finite: {', '.join(parameters[:3])}{more}"
 
 
 def _gather(text: str) -> list[str]:

@@ -74,9 +74,7 @@ def build_model(config: RunConfig, device: torch.device | str = "meta") -> Trans
         config.model,
         device=device,
         core=attention_core(train.attention_kernel),
-        head_loss=PlainHeadLoss()
-        if train.loss_kernel == "plain"
-        else ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens),
+        head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else chunked,
     )
 
 
@@ -101,7 +99,8 @@ def rates(config: RunConfig, device: torch.device) -> Rates:
 
 def build_meter(parts: Parts, *, tokens_before: int = 0, skipped_before: int = 0) -> Meter:
     """What turns steps into records."""
-    train = parts.config.train
+    train, model = parts.config.train, parts.config.model
+    extra = [name for name, on in (("aux_loss", model.is_moe), ("mtp_loss", model.mtp_layers > 0)) if on]
     return Meter(
         parts.device,
         rates(parts.config, parts.device),
@@ -110,5 +109,5 @@ def build_meter(parts: Parts, *, tokens_before: int = 0, skipped_before: int = 0
         memory_bytes=lambda: memory_stats(parts.device).peak_bytes,
         tokens_before=tokens_before,
         skipped_before=skipped_before,
-        mean_names=("aux_loss",) if parts.config.model.is_moe else (),
+        mean_names=tuple(extra),
     )

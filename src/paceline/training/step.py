@@ -7,7 +7,7 @@ was cut: into micro-batches, over ranks, or by masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from paceline.parallel.collectives import all_reduce
 from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
 from paceline.runtime.seed import stream_seed
-from paceline.tasks.task import Task
+from paceline.tasks.task import LossTerms, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,9 @@ class StepOutcome:
     """What a step leaves on the device; nothing here has been waited for."""
 
     loss_sum: Tensor
-    """fp32 scalar: this rank's part of the sum of losses"""
+    """fp32 scalar: this rank's part of the sum of losses; with multi-token prediction the next token's alone"""
+    mtp_loss_sum: Tensor | None
+    """fp32 scalar: the same for multi-token prediction, its coefficient not included"""
     count: Tensor
     """int64 scalar: units over all ranks and micro-batches"""
     local_count: Tensor
@@ -89,8 +91,10 @@ class TrainStep:
         self._balance_experts(totals.stats, gradients.finite)
         self.engine.publish_weights()
         self.engine.zero_gradients()
+        mtp_loss_sum = totals.stats.get("loss_sum_mtp")
         return StepOutcome(
-            loss_sum=totals.loss_sum,
+            loss_sum=totals.loss_sum if mtp_loss_sum is None else totals.stats["loss_sum_main"],
+            mtp_loss_sum=mtp_loss_sum,
             count=count,
             local_count=local_count,
             aux_loss=None if totals.aux_loss is None else totals.aux_loss / self._local_sequences,
@@ -104,6 +108,16 @@ class TrainStep:
     def _local_sequences(self) -> int:
         return self.config.train.global_batch_size // self.mesh.dp_size
 
+    def rerun(self, step: int, batches: Sequence[Batch]) -> list[Tensor]:
+        """Forward, backward and reduction once more, without an update, for a diagnosis: the loss of each micro-batch.
+
+        Gradients are left in the main parameters; `engine.zero_gradients` clears them. Collective.
+        """
+        prepared, _, count = self._prepare(batches)
+        losses = [terms.loss_sum.detach() for terms in self._each_micro_batch(step, prepared, count)]
+        self.engine.reduce_gradients()
+        return losses
+
     def _prepare(self, batches: Sequence[Batch]) -> tuple[list[Batch], Tensor, Tensor]:
         prepared = [self.task.prepare(batch) for batch in batches]
         local_count = torch.stack([self.task.count(batch) for batch in prepared]).sum()
@@ -113,6 +127,12 @@ class TrainStep:
 
     def _forward_backward(self, step: int, batches: Sequence[Batch], count: Tensor) -> _Totals:
         totals = _Totals()
+        for terms in self._each_micro_batch(step, batches, count):
+            totals.add(terms.loss_sum.detach(), terms.aux_loss, terms.stats)
+        return totals
+
+    def _each_micro_batch(self, step: int, batches: Sequence[Batch], count: Tensor) -> Iterator[LossTerms]:
+        """Forward and backward of one micro-batch after the other."""
         divisor = count.clamp(min=1)  # a step whose every label is masked has loss 0, not nan
         for index, batch in enumerate(batches):
             self._seed(step, index)
@@ -121,9 +141,10 @@ class TrainStep:
                 loss = terms.loss_sum / divisor
                 if terms.aux_loss is not None:
                     loss = loss + terms.aux_loss / self.config.train.global_batch_size
-                loss.backward()
-            totals.add(terms.loss_sum.detach(), terms.aux_loss, terms.stats)
-        return totals
+                # a loss that is not finite makes every gradient so, and with them the one norm that all ranks share;
+                # else a constant nan would pass unnoticed
+                loss.backward(torch.where(torch.isfinite(loss), 1.0, torch.nan))
+            yield terms
 
     def _seed(self, step: int, micro_batch: int) -> None:
         # by position, not by history: a resumed run draws the same masks without storing any generator's state

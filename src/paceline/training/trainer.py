@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.config.run import RunConfig
@@ -75,6 +77,8 @@ class Trainer:
         self.evaluator = evaluator
         self.progress = progress
         self.watch = SkipWatch(device)
+        # a skipped step may be known only some steps later: its batches are kept for the diagnosis
+        self._recent: deque[tuple[int, Sequence[Batch]]] = deque(maxlen=8)
         self.collection = GarbageCollection(config.train.gc_interval)
         self._saved_step = progress.step
         self.last_reading: Reading | None = None
@@ -91,10 +95,10 @@ class Trainer:
         self.meter.start()
         with self.collection:
             while self.progress.step < self.config.train.steps:
-                batches = self._one_step()
+                self._one_step()
                 # one vote a step: a signal, or a row of skipped steps, may be known to one rank and not yet to another
                 if any_rank(bool(stop) or self._has_failed()):
-                    self._refuse_nonfinite(batches)
+                    self._refuse_nonfinite()
                     self._save_last()
                     return stop.reason or "another rank was asked to stop"
         if self.config.checkpoint.save_last:
@@ -106,12 +110,13 @@ class Trainer:
         self.manager.wait()
         self._announce_saved()
 
-    def _one_step(self) -> Sequence[Batch]:
+    def _one_step(self) -> None:
         number = self.progress.step + 1
         self.hooks.on_step_start(StepStart(step=number))
         waited = self.feed.wait_seconds
         batches = self.feed.next_step()
         self.meter.add_data_wait(self.feed.wait_seconds - waited)
+        self._recent.append((number, batches))
         outcome = self.step.run(number, batches)
         self._count(outcome)
         self.collection.after_step(number)
@@ -127,17 +132,20 @@ class Trainer:
                 evaluation=with_prefix("valid", evaluation.values()) if evaluation else None,
             )
         )
-        return batches
 
     def _count(self, outcome: StepOutcome) -> None:
         train = self.config.train
         self.progress.step += 1
         self.progress.consumed_samples += train.global_batch_size
         self.progress.tokens += train.global_batch_size * train.seq_len
-        means = {} if outcome.aux_loss is None else {"aux_loss": outcome.aux_loss}
+        means: dict[str, Tensor] = {}
+        if outcome.aux_loss is not None:
+            means["aux_loss"] = outcome.aux_loss
+        if outcome.mtp_loss_sum is not None:
+            means["mtp_loss"] = outcome.mtp_loss_sum / outcome.local_count.clamp(min=1)
         self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
         self.meter.end_step(outcome.grad_norm, ~outcome.finite)
-        self.watch.add(outcome.finite)
+        self.watch.add(self.progress.step, outcome.finite)
 
     def _read(self, number: int, outcome: StepOutcome) -> Reading | None:
         last = number == self.config.train.steps
@@ -181,7 +189,8 @@ class Trainer:
     def _has_failed(self) -> bool:
         return self.watch.longest >= self._limit
 
-    def _refuse_nonfinite(self, batches: Sequence[Batch]) -> None:
+    def _refuse_nonfinite(self) -> None:
         if any_rank(self._has_failed()):
-            task, engine = self.step.task, self.step.engine
-            raise explain_nonfinite(self.progress.step, self._limit, batches, task=task, engine=engine)
+            last = self.watch.last_skipped()
+            batches = next((batches for number, batches in self._recent if number == last), ())
+            raise explain_nonfinite(last, self._limit, batches, self.step, self.step.mesh)
