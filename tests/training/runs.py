@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from paceline.config.load import resolve
 from paceline.data.indexed_writer import IndexedWriter
@@ -71,6 +72,19 @@ def run(rank: int, world_size: int, overrides: Sequence[str], stop_after: int = 
     info = ProcessInfo(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
     run_in_group(recipe, info, torch.device("cpu"), stop)
     return read_metrics(Path(recipe.config.run.folder))
+
+
+def alone(overrides: Sequence[str], stop_after: int = 0) -> list[StepRecord]:
+    """A run of one process, in this one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return run(0, 1, overrides, stop_after)
+    finally:
+        dist.destroy_process_group()
+
+
+def losses(records: Sequence[StepRecord]) -> dict[int, float | None]:
+    return {record.step: record.loss for record in records}
 
 
 class StopAt(Hook):

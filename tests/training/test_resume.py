@@ -14,10 +14,7 @@ import pytest
 from distributed import run as on_ranks
 from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
 from tests.training import runs
-
-
-def losses(records: list[runs.StepRecord]) -> dict[int, float | None]:
-    return {record.step: record.loss for record in records}
+from tests.training.runs import alone, losses
 
 
 @pytest.fixture(scope="module")
@@ -131,17 +128,6 @@ def refused(overrides: list[str]) -> PacelineError:
     with pytest.raises(PacelineError) as error:
         alone(overrides)
     return error.value
-
-
-def alone(overrides: list[str], stop_after: int = 0) -> list[runs.StepRecord]:
-    """A run of one process, in this one."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        return runs.run(0, 1, overrides, stop_after)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_another_recipe_in_the_same_folder_is_refused(data: str, tmp_path: Path) -> None:

@@ -123,18 +123,23 @@ class _Search:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             tensors = [item for item in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(item)]
             for tensor in tensors:
-                if not self._forward and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                if not self._forward and tensor.is_floating_point() and not _is_finite(tensor):
                     self._forward = name
 
         return hook
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if name not in self._parameters and not bool(torch.isfinite(gradient).all()):
+            if name not in self._parameters and not _is_finite(gradient):
                 self._backward = self._backward or name
                 self._parameters.append(name)
 
         return hook
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # detached: where a block is computed again, the second time must keep the same tensors as the first
+    return bool(torch.isfinite(tensor.detach()).all())
 
 
 def _names(parameters: Sequence[str]) -> str:
