@@ -82,8 +82,9 @@ class UnitEncoder:
         self._splitter: Splitter | None = splitter_for(tokenizer)
 
     def __call__(self, task: tuple[int, Unit]) -> UnitResult:
-        # a process per core is busy already: threads of the tokenizers library inside each would only get in the way
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        # a process per core is busy already: threads of the tokenizers library inside each would only get in the way.
+        # The library (native code) reads this variable at each call; it is set for this worker alone
+        os.putenv("TOKENIZERS_PARALLELISM", "false")
         number, unit = task
         path = Path(self.folder) / f"{number:08d}.bin"
         collected = _Collected()
