@@ -8,7 +8,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 ROOMS = ("errors.py", "report", "config", "costs", "planner", "explain", "launch", "observe/telemetry")
-FILES = ("observe/events.py", "observe/folder_lock.py", "observe/hooks.py", "observe/health.py", "doctor/config.py")
+FILES = (
+    "observe/events.py",
+    "observe/folder_lock.py",
+    "observe/hooks.py",
+    "observe/health.py",
+    "doctor/config.py",
+    "runtime/launcher.py",
+)
 
 CHECK = """
 import importlib, sys

@@ -50,6 +50,7 @@ def tiny(run_dir: Path, data: str, *overrides: str, steps: int = 8) -> list[str]
         "train.precision=fp32",
         "optim.lr=0.01",
         "optim.warmup_steps=2",
+        "train.gc_interval=0",
         "observe.log_interval=1",
         "observe.tensorboard=false",
         "observe.progress=none",

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from paceline.bench.train import BenchRecord
     from paceline.config.load import Recipe
-    from paceline.runtime.process import ProcessInfo
+    from paceline.runtime.launcher import ProcessInfo
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory, beside what this device sustains.")
 
@@ -35,8 +35,9 @@ def bench_train(
 ) -> None:
     """Train a recipe on synthetic data and report the median step.
 
-    Runs the loop of `paceline train` itself, with its metrics, then measures what a large matrix product sustains on
-    the same device. Prints a table (stderr) and one JSON line (stdout).
+    Runs the loop of `paceline train` itself, with its metrics, then measures
+    what a large matrix product sustains on the same device. Prints a table
+    (stderr) and one JSON line (stdout).
 
       paceline bench train recipes/llama3_1b.toml --steps 20
       paceline bench train recipes/llama3_8b.toml --nproc 2 --out results.jsonl

@@ -41,9 +41,10 @@ def _root(
 
     [bold]A first run[/bold], from a folder of your own text files:
 
-      paceline data train-tokenizer texts/ --out tokenizer.json --vocab-size 8000
-      paceline data build texts/ --out data/texts --tokenizer tokenizer.json --valid-share 0.05
-      paceline train recipes/demo.toml --set data.train=data/texts-train --set data.valid=data/texts-valid
+      paceline data train-tokenizer texts/ --out tok.json --vocab-size 4096
+      paceline data build texts/ --out my --tokenizer tok.json --valid-share 0.1
+      paceline train recipes/demo.toml --set data.train=my-train \\
+        --set data.valid=my-valid
       paceline generate runs/demo --prompt "Once upon a time"
 
     A recipe is a TOML file; [bold]--set section.key=value[/bold] changes one field of it.
@@ -83,9 +84,9 @@ def main() -> None:
 
 
 def _report(error: PacelineError) -> None:
-    from paceline.runtime.process import let_rank_zero_speak
+    from paceline.report.console import make_console, print_error
+    from paceline.runtime.launcher import let_rank_zero_speak
 
     let_rank_zero_speak()
-    from paceline.report.console import make_console, print_error
 
     print_error(make_console(stderr=True), error)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, load_recipe
 from paceline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from paceline.runtime.process import ProcessInfo
+from paceline.runtime.launcher import ProcessInfo, process_info
 
 
 def start(
@@ -32,8 +29,6 @@ def start(
         ConfigError: the recipe is not usable, found before any process starts.
     """
     loaded = load_recipe(recipe, overrides)
-    from paceline.runtime.process import process_info
-
     info = process_info()
     if nproc is not None and info.launcher != "single":
         raise ConfigError(

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.config.load import Recipe
-    from paceline.runtime.process import ProcessInfo
+    from paceline.runtime.launcher import ProcessInfo
 
 
 def train(
@@ -40,15 +40,18 @@ def train(
 ) -> None:
     """Train a model: `paceline train recipes/demo.toml --nproc 2`.
 
-    The run folder (`run.dir`) gets the resolved recipe, metrics.jsonl, checkpoints and logs. The same command
-    again goes on from the newest whole checkpoint. SIGTERM and Ctrl-C save a checkpoint and end the run cleanly.
+    The run folder (`run.dir`) gets the resolved recipe, metrics.jsonl,
+    checkpoints and logs. The same command again goes on from the newest whole
+    checkpoint. SIGTERM and Ctrl-C save a checkpoint and end the run cleanly.
 
-    [bold]One machine[/bold]: --nproc starts the processes. [bold]Several[/bold]: start this command with torchrun
-    or srun, without --nproc; their environment decides.
+    [bold]One machine[/bold]: --nproc starts the processes. [bold]Several[/bold]: start this
+    command with torchrun or srun, without --nproc; their environment decides.
 
       paceline train recipes/demo.toml
-      paceline train recipes/llama3_8b.toml --nproc 8 --set parallel.zero=3 --set train.steps=1000
-      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m paceline train recipes/llama3_8b.toml
+      paceline train recipes/llama3_8b.toml --nproc 8 --set train.steps=1000
+      paceline train recipes/llama3_8b.toml --nproc 8 --dry-run
+      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 \\
+        -m paceline train recipes/llama3_8b.toml
       srun --ntasks-per-node=8 paceline train recipes/llama3_8b.toml
     """
     if print_schema:

@@ -161,7 +161,8 @@ def _explain(error: ValidationError) -> ConfigError:
 
 def _unknown_key(details: Sequence[Any]) -> ConfigError:
     key = _key(details[0]["loc"])
-    known = list(field_names(RunConfig))
+    # not the section that the key is in: that one was right
+    known = [candidate for candidate in field_names(RunConfig) if not key.startswith(f"{candidate}.")]
     name = key.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == name]

@@ -1,165 +1,23 @@
-"""Which process of how many is this, and how do the processes find each other?
+"""How do the processes of a run find each other, agree, and part again?
 
-The environment is read here and nowhere else in the running program. Three ways of being started are told apart:
-
-    torchrun   RANK and WORLD_SIZE are set (also by torchrun inside a Slurm job, and by Kubernetes operators)
-    slurm      one task per process under srun; the rendezvous address is the first host of the node list
-    single     neither; one process, no network
+Which process this is, `launcher.py` reads from the environment.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import LaunchError
 from paceline.report.finding import Finding
-from paceline.runtime.nodelist import expand_nodelist
-
-Launcher = Literal["torchrun", "slurm", "single"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessInfo:
-    """Where this process stands. ``master_addr`` is empty for a single process, which needs no rendezvous."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node_rank: int = 0
-    launcher: Launcher = "single"
-    master_addr: str = ""
-    master_port: int = 0
-    restarts: int = 0
-
-    @property
-    def is_main(self) -> bool:
-        """Rank 0 writes the run folder and speaks to the console."""
-        return self.rank == 0
-
-    @property
-    def num_nodes(self) -> int:
-        return -(-self.world_size // self.local_world_size)
-
-
-def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
-    """Reads the launcher's variables from ``environ`` (default: the process's own).
-
-    Raises:
-        LaunchError: variables are missing, not numbers, or contradict each other.
-    """
-    environ = os.environ if environ is None else environ
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _checked(_from_torchrun(environ))
-    if "SLURM_PROCID" in environ and not _in_batch_script(environ):
-        return _checked(_from_slurm(environ))
-    return ProcessInfo()
-
-
-def _from_torchrun(environ: Mapping[str, str]) -> ProcessInfo:
-    world_size = _number(environ, "WORLD_SIZE")
-    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
-    rank = _number(environ, "RANK")
-    if world_size > 1 and not environ.get("MASTER_ADDR"):
-        raise LaunchError(
-            f"MASTER_ADDR is not set, but WORLD_SIZE = {world_size}.",
-            evidence="The processes cannot find each other without the address of rank 0.",
-            next_step="Start with `paceline train RECIPE --nproc N` or torchrun, or set MASTER_ADDR and MASTER_PORT.",
-        )
-    return ProcessInfo(
-        rank=rank,
-        local_rank=_number(environ, "LOCAL_RANK", rank % max(local_world_size, 1)),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=_number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),
-        launcher="torchrun",
-        master_addr=environ.get("MASTER_ADDR", "") if world_size > 1 else "",
-        master_port=_number(environ, "MASTER_PORT", 29500),
-        restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-    )
-
-
-def _in_batch_script(environ: Mapping[str, str]) -> bool:
-    # sbatch gives the script itself SLURM_PROCID=0 and the job's SLURM_NTASKS; only tasks that srun started have a step
-    return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
-
-
-def _from_slurm(environ: Mapping[str, str]) -> ProcessInfo:
-    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
-    tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    node_rank = _number(environ, "SLURM_NODEID", 0)
-    master_addr = environ.get("MASTER_ADDR", "")
-    nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    if world_size > 1 and not master_addr:
-        if not nodelist:
-            raise LaunchError(
-                f"Neither MASTER_ADDR nor SLURM_JOB_NODELIST is set, but SLURM_NTASKS = {world_size}.",
-                evidence="The processes cannot find each other without the address of rank 0.",
-                next_step="Start the tasks with srun, or export MASTER_ADDR in the batch script.",
-            )
-        master_addr = expand_nodelist(nodelist)[0]
-    return ProcessInfo(
-        rank=_number(environ, "SLURM_PROCID"),
-        local_rank=_number(environ, "SLURM_LOCALID", 0),
-        world_size=world_size,
-        local_world_size=_tasks_on_node(tasks_per_node, node_rank, default=world_size),
-        node_rank=node_rank,
-        launcher="slurm",
-        master_addr=master_addr if world_size > 1 else "",
-        # the job id keeps two jobs on one node apart; 15000-30000 lies below the ephemeral ports of Linux
-        master_port=_number(environ, "MASTER_PORT", 15000 + _number(environ, "SLURM_JOB_ID", 0) % 15000),
-        restarts=_number(environ, "SLURM_RESTART_COUNT", 0),
-    )
-
-
-def _tasks_on_node(text: str, node_rank: int, default: int) -> int:
-    """Reads Slurm's ``8(x2),4``: 8 tasks on each of the first two nodes, 4 on the third."""
-    counts: list[int] = []
-    for part in filter(None, text.split(",")):
-        count, _, repeat = part.partition("(x")
-        counts += [int(count)] * int(repeat.rstrip(")") or 1)
-    return counts[node_rank] if node_rank < len(counts) else default
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name, "")
-    if not text and default is not None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        value = repr(text) if name in environ else "not set"
-        raise LaunchError(
-            f"The environment variable {name} is {value}; a whole number is needed.",
-            evidence="Other variables of a launcher are set (RANK, WORLD_SIZE or SLURM_PROCID), so it must be too.",
-            next_step="Start with torchrun, srun or `paceline train RECIPE --nproc N`, or unset those variables.",
-        ) from None
-
-
-def _checked(info: ProcessInfo) -> ProcessInfo:
-    if not 0 <= info.rank < info.world_size:
-        raise LaunchError(
-            f"Rank {info.rank} is not within the world size {info.world_size}.",
-            evidence=f"Both were read from the variables of {info.launcher}.",
-            next_step="Ranks count from 0 to WORLD_SIZE - 1; look at what the launcher sets.",
-        )
-    if not 0 <= info.local_rank < info.local_world_size <= info.world_size:
-        raise LaunchError(
-            f"Local rank {info.local_rank} of {info.local_world_size} on this node does not fit rank {info.rank} "
-            f"of {info.world_size}.",
-            evidence=f"All four were read from the variables of {info.launcher}.",
-            next_step="LOCAL_RANK counts from 0 to LOCAL_WORLD_SIZE - 1 on each node; look at what the launcher sets.",
-        )
-    return info
+from paceline.runtime.launcher import ProcessInfo as ProcessInfo
+from paceline.runtime.launcher import in_batch_script, number_of
+from paceline.runtime.launcher import process_info as process_info
 
 
 def launch_findings(info: ProcessInfo, visible_gpus: int, environ: Mapping[str, str] | None = None) -> list[Finding]:
@@ -177,7 +35,7 @@ def launch_findings(info: ProcessInfo, visible_gpus: int, environ: Mapping[str, 
                 "or set CUDA_VISIBLE_DEVICES to the one that is meant.",
             )
         )
-    elif info.launcher == "single" and _number(environ, "SLURM_NTASKS", 1) > 1:
+    elif info.launcher == "single" and number_of(environ, "SLURM_NTASKS", 1) > 1:
         findings.append(
             Finding(
                 id="launch/batch-script-without-srun",
@@ -193,7 +51,7 @@ def launch_findings(info: ProcessInfo, visible_gpus: int, environ: Mapping[str, 
 def _why_single(info: ProcessInfo, environ: Mapping[str, str]) -> str:
     if info.launcher != "single":
         return f"{info.launcher} says so."
-    if _in_batch_script(environ):
+    if in_batch_script(environ):
         return "inside a Slurm job, but not started by srun."
     return "not started by a launcher?"
 
@@ -278,14 +136,3 @@ def any_rank(flag: bool) -> bool:
     votes = torch.tensor([int(flag)], dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes.item())
-
-
-def let_rank_zero_speak(environ: Mapping[str, str] | None = None) -> None:
-    """Waits a moment on every rank but 0, before an error is printed.
-
-    Where all ranks meet the same error, rank 0 tells it and the launcher ends the others unheard; an error that only
-    one rank meets is told by that rank, two seconds later.
-    """
-    environ = os.environ if environ is None else environ
-    if environ.get("RANK", environ.get("SLURM_PROCID", "0")) != "0":
-        time.sleep(2.0)

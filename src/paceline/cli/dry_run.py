@@ -1,0 +1,153 @@
+"""`paceline train --dry-run`: what would each rank hold and do? Arithmetic over the recipe; torch is not loaded."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from paceline.config.check import check, refuse_errors
+from paceline.config.load import Recipe
+from paceline.config.run import RunConfig
+from paceline.costs.hardware import find_hardware, hardware_names
+from paceline.costs.layers import count_parameters, training_flops_per_token
+from paceline.costs.memory import MemoryEstimate, estimate
+from paceline.errors import ConfigError
+from paceline.report import units
+from paceline.report.console import make_console, print_findings, print_table
+from paceline.report.finding import Finding
+from paceline.report.table import Table, table
+from paceline.runtime.launcher import process_info
+
+SAFE_SHARE = 0.8
+"""Estimates up to this share of the memory have not been seen to run out of it (see `costs/memory.py`)."""
+
+_KINDS = {
+    "weights": "what the model computes with, or its shards",
+    "gathered": "weights whole for a while, gradients not yet reduced",
+    "gradients": "",
+    "masters": "fp32 copies that the optimizer updates",
+    "moments": "the optimizer's state",
+    "activations": "kept for the backward pass of a micro-batch",
+    "logits": "head and loss of a micro-batch",
+}
+
+
+def dry_run(recipe: Recipe, nproc: int | None) -> None:
+    """Checks the recipe and prints what a run of it would be. Starts nothing, writes nothing.
+
+    Args:
+        nproc: world size; None = what the launcher's environment says, or 1.
+
+    Raises:
+        ConfigError: the recipe is not usable on so many ranks.
+    """
+    config = recipe.config
+    world_size = nproc or process_info().world_size
+    findings = check(config, recipe.registry, world_size)
+    refuse_errors(findings)
+    memory = estimate(config, world_size)
+    console = make_console()
+    print_table(console, _work(config, world_size))
+    for shown in (_mesh(config, world_size), _memory(memory)):
+        console.print()
+        print_table(console, shown)
+    findings += _fits(config, memory)
+    if findings:
+        console.print()
+        print_findings(console, findings)
+    _end(console, config)
+
+
+def _work(config: RunConfig, world_size: int) -> Table:
+    train, count = config.train, count_parameters(config.model)
+    tokens = train.global_batch_size * train.seq_len
+    micro = train.global_batch_size // (train.micro_batch_size * config.parallel.dp_degree(world_size))
+    convention = config.observe.flops_convention
+    flops = training_flops_per_token(config.model, train.seq_len, convention)
+    parameters = units.count(count.total)
+    if config.model.is_moe:
+        parameters += f" in all, {units.count(count.active)} active"
+    name = f" ({config.model.preset})" if config.model.preset else ""
+    rows = [
+        ("parameters", f"{parameters}{name}", f"{count.total:,}"),
+        ("tokens a step", units.count(tokens), f"{train.global_batch_size} sequences of {train.seq_len}"),
+        (
+            "micro-batches a step",
+            str(micro),
+            f"on each rank, of {train.micro_batch_size} sequence{'s' * (train.micro_batch_size > 1)}",
+        ),
+        ("tokens of the run", units.count(tokens * train.steps), f"{train.steps:,} steps"),
+        ("FLOPs a token", f"{units.count(flops)}", f"forward and backward, {convention} attention, no recomputation"),
+        ("FLOPs of the run", f"{flops * tokens * train.steps:.3g}", "FLOPs a token x tokens"),
+    ]
+    return table(("run", "", ""), rows)
+
+
+def _mesh(config: RunConfig, world_size: int) -> Table:
+    parallel = config.parallel
+    degrees = {
+        "pp": (parallel.pp, "pipeline stages"),
+        "dp_replicate": (parallel.dp_replicate, "copies of the sharded state"),
+        "dp_shard": (parallel.shard_degree(world_size), _sharded(parallel.zero)),
+        "cp": (parallel.cp, "parts of a sequence"),
+        "tp": (parallel.tp, "parts of a matrix"),
+    }
+    rows = [(axis, str(degrees[axis][0]), degrees[axis][1]) for axis in parallel.order]
+    title = f"Mesh: {world_size} rank{'s' if world_size > 1 else ''}, neighbours differ in the last axis"
+    return table(("axis", ">degree", "what lies along it"), rows, title=title)
+
+
+def _sharded(zero: int) -> str:
+    what = (
+        "nothing is sharded",
+        "optimizer state",
+        "optimizer state, gradients",
+        "optimizer state, gradients, weights",
+    )
+    return f"{what[zero]} (zero {zero})"
+
+
+def _memory(memory: MemoryEstimate) -> Table:
+    sizes = memory.as_dict()
+    rows = [(kind, units.gib(sizes[kind]), why) for kind, why in _KINDS.items() if sizes[kind]]
+    rows.append(("total", units.gib(memory.total), "on the device"))
+    if memory.host:
+        rows.append(("host", units.gib(memory.host), "offloaded, in host memory"))
+    notes = ("Estimated; not in it: CUDA and its libraries (1-3 GB), buffers of NCCL, fragmentation.",)
+    return table(("kind", ">memory", ""), rows, title="Memory of the most loaded rank", notes=notes)
+
+
+def _fits(config: RunConfig, memory: MemoryEstimate) -> list[Finding]:
+    """Whether it fits the GPU that `cluster.gpu` names; nothing where none is named."""
+    if not config.cluster.gpu:
+        return []
+    hardware = find_hardware(config.cluster.gpu)
+    if hardware is None:
+        raise ConfigError(
+            f"cluster.gpu = {config.cluster.gpu!r} is not in the table of hardware",
+            evidence=f"It has: {', '.join(hardware_names())}.",
+            next_step="Take one of these names, or leave cluster.gpu empty.",
+        )
+    share = memory.total / (hardware.memory_gb * 1e9)
+    if share <= SAFE_SHARE:
+        return []
+    return [
+        Finding(
+            id="costs.memory",
+            severity="warning",
+            subject=f"the estimate is {share:.0%} of the {hardware.memory_gb:g} GB of {hardware.name}",
+            evidence=f"Up to {SAFE_SHARE:.0%} is safe; the largest part is {_largest(memory)}.",
+            next_step="More ranks with parallel.zero = 1, 2 or 3, a smaller train.micro_batch_size, "
+            "parallel.recompute = 'selective' or 'full', or parallel.offload.",
+        )
+    ]
+
+
+def _largest(memory: MemoryEstimate) -> str:
+    sizes = memory.as_dict()
+    kind = max(_KINDS, key=lambda name: sizes[name])
+    return f"{kind}, {units.gib(sizes[kind])}"
+
+
+def _end(console: Console, config: RunConfig) -> None:
+    console.print()
+    console.print(f"run folder {config.run.folder}; nothing was started or written", markup=False)
