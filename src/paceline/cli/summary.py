@@ -38,3 +38,9 @@ def next_steps(summary: Summary) -> str:
     if summary.stopped_by:
         return f"the same command goes on from step {summary.steps}"
     return f'paceline generate {folder} --prompt "..."   |   tensorboard --logdir {folder}/tensorboard'
+
+
+if __name__ == "__main__":
+    import sys
+
+    print_summary(sys.argv[1])
