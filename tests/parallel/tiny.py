@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paceline.checkpoint.pieces import Piece, ShardedValue
 from paceline.config.model import ModelConfig, MoEConfig
+from paceline.config.optim import OptimConfig
 from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import PlainHeadLoss
 from paceline.models.transformer import ModelOutput, Transformer
+from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.engine import Engine
 
 
@@ -49,6 +53,9 @@ def batches(step: int, *, sequences: int = 8, length: int = 6, vocab: int = 67) 
     for row in range(sequences):
         labels[row, : row % 4] = -100
     return tokens, labels
+
+
+CLIPPED = OptimConfig(lr=1e-2, weight_decay=0.1, grad_clip=0.5)
 
 
 @dataclass
@@ -102,37 +109,49 @@ def train(
     dp_size: int,
     first_step: int = 0,
     sum_over_dp: Callable[[Tensor], Any] = lambda loss: None,
-    clip: float = 0.5,
+    optim: OptimConfig = CLIPPED,
+    optimizer: Optimizer | None = None,
     **options: Any,
 ) -> Log:
-    """AdamW with clipping. ``sum_over_dp`` sums a tensor in place over the data-parallel ranks, for the log."""
+    """Steps with the real optimizer. ``sum_over_dp`` sums a tensor in place over the data-parallel ranks."""
     log = Log()
-    optimizer = torch.optim.AdamW([p.param for p in engine.main_parameters()], lr=1e-2, weight_decay=0.1)
+    optimizer = optimizer or build_optimizer(optim, engine)
     for step in range(first_step, first_step + steps):
         loss = gradients_of_step(engine, step, dp_rank=dp_rank, dp_size=dp_size, **options)
         sum_over_dp(loss)
-        norm = square_norm(engine).sqrt()
-        for parameter in engine.main_parameters():
-            parameter.param.grad.mul_((clip / norm).clamp(max=1.0).to(parameter.param.device))
-        optimizer.step()
+        norm = optimizer.gradient_norm()
+        optimizer.step(1.0, norm)
         engine.publish_weights()
         log.losses.append(loss.item())
-        log.norms.append(norm.item())
+        log.norms.append(norm.norm.item())
     return log
 
 
-def full_weights(engine: Engine, read: Callable[[Any], Tensor] = lambda piece: piece.tensor) -> dict[str, Tensor]:
+def full_weights(engine: Engine) -> dict[str, Tensor]:
     """Main weights put together over all ranks of the default group; collective."""
-    import torch.distributed as dist
+    return full_values(engine.weights())
 
+
+def full_values(values: Mapping[str, ShardedValue]) -> dict[str, Tensor]:
+    """Global tensors from the pieces of all ranks of the default group, on every rank; collective."""
     full = {}
-    for name, value in engine.weights().items():
+    for name, value in values.items():
         total, count = torch.zeros(value.global_shape, dtype=value.dtype), torch.zeros(value.global_shape)
         for piece in value.pieces:
-            box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.tensor.shape, strict=True))
-            total[box], count[box] = read(piece).cpu(), 1
+            total[box_of(piece)], count[box_of(piece)] = piece.tensor.cpu(), 1
         dist.all_reduce(total)
         dist.all_reduce(count)
         assert bool((count >= 1).all()), name
         full[name] = total / count
     return full
+
+
+def fill(values: Mapping[str, ShardedValue], full: Mapping[str, Tensor]) -> None:
+    """Writes this rank's pieces of global tensors."""
+    for name, value in values.items():
+        for piece in value.pieces:
+            piece.tensor.copy_(full[name][box_of(piece)])
+
+
+def box_of(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.tensor.shape, strict=True))

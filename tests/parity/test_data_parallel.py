@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 
 from distributed import run
+from paceline.checkpoint.pieces import ShardedValue
 from paceline.config.parallel import ParallelConfig
+from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.apply import parallelize
+from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
-from tests.parallel.tiny import Log, init, tiny_config, tiny_model, train
+from tests.parallel.tiny import CLIPPED, Log, fill, full_values, full_weights, init, tiny_config, tiny_model, train
 
 STEPS = 20
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -34,18 +37,28 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _train(rank: int, world_size: int, model: str, layout: str) -> Log:
+    engine, mesh = _engine(rank, world_size, model, layout)
+    return _steps(engine, mesh, model, STEPS)
+
+
+def _engine(rank: int, world_size: int, model: str, layout: str) -> tuple[Engine, ParallelMesh]:
     shape = MODELS[model]
     config = ParallelConfig(**LAYOUTS[layout])
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
     applied = parallelize(tiny_model(tiny_config(**shape)), config, mesh, "fp32", torch.device("cpu"))
     applied.engine.materialize(init)
+    return applied.engine, mesh
+
+
+def _steps(engine: Engine, mesh: ParallelMesh, model: str, steps: int, **options: Any) -> Log:
     return train(
-        applied.engine,
-        STEPS,
+        engine,
+        steps,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         sum_over_dp=lambda loss: dist.all_reduce(loss),
-        vocab=shape["vocab"],
+        vocab=MODELS[model]["vocab"],
+        **options,
     )
 
 
@@ -62,12 +75,12 @@ def one_process() -> dict[str, Log]:
 @pytest.mark.parametrize(
     ("world_size", "jobs"),
     [
+        (4, [("untied", layout) for layout in LAYOUTS if "offload" not in layout] + [("tied", "zero3")]),
         (
-            4,
-            [("untied", layout) for layout in LAYOUTS]
-            + [("tied", "zero3"), ("experts", "zero1"), ("experts", "zero2")],
+            2,
+            [("untied", layout) for layout in LAYOUTS if "offload" in layout]
+            + [("tied", "zero1"), ("tied", "zero2"), ("experts", "zero1"), ("experts", "zero3")],
         ),
-        (2, [("tied", "zero1"), ("tied", "zero2"), ("tied", "hsdp"), ("experts", "zero3"), ("untied", "zero3")]),
     ],
 )
 def test_losses_equal_those_of_one_process(
@@ -76,7 +89,7 @@ def test_losses_equal_those_of_one_process(
     results = run(_train_all, world_size, jobs, timeout_seconds=240)
     for model, layout in jobs:
         expected = one_process[model]
-        assert max(expected.norms) > 0.5, "clipping has nothing to do"
+        assert max(expected.norms) > CLIPPED.grad_clip, "clipping has nothing to do"
         for logs in results:
             found = logs[model, layout]
             assert found.losses == pytest.approx(expected.losses, abs=1e-5), (model, layout)
@@ -94,3 +107,47 @@ def _twice(rank: int, world_size: int) -> bool:
 
 def test_repeated_runs_are_bit_equal() -> None:
     assert all(run(_twice, 2))
+
+
+def _handed_over(rank: int, world_size: int, layouts: list[str]) -> list[float]:
+    """Losses of 20 steps; the state goes through global tensors into an engine of the next layout every few steps."""
+    losses: list[float] = []
+    weights: dict[str, torch.Tensor] = {}
+    moments: dict[str, torch.Tensor] = {}
+    portion = STEPS // len(layouts)
+    for layout in layouts:
+        engine, mesh = _engine(rank, world_size, "untied", layout)
+        optimizer = build_optimizer(CLIPPED, engine)
+        if weights:
+            fill(engine.weights(), weights)
+            fill(optimizer.state(), moments)
+            optimizer.load_state(optimizer.state())
+            optimizer.set_step_count(len(losses))
+            engine.publish_weights()
+            # nothing is lost or changed on the way (moments: NVIDIA/Megatron-LM#2829)
+            for full, again in ((weights, full_weights(engine)), (moments, _moments(optimizer, weights))):
+                assert all(torch.equal(full[name], again[name]) for name in full)
+        losses += _steps(engine, mesh, "untied", portion, first_step=len(losses), optimizer=optimizer).losses
+        weights, moments = full_weights(engine), _moments(optimizer, full_weights(engine))
+    return losses
+
+
+def _moments(optimizer: Optimizer, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Global moments. A rank without elements of a parameter has no state for it, and joins with no pieces."""
+    here = optimizer.state()
+    empty = {
+        f"{name}/{key}": ShardedValue(global_shape=value.shape, dtype=value.dtype, pieces=())
+        for name, value in weights.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return full_values({name: here.get(name, value) for name, value in empty.items()})
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_state_moves_between_layouts_and_engines(world_size: int, one_process: dict[str, Log]) -> None:
+    """Vocabulary 1003: rows divide by neither 2 nor 4. The same layout goes on bit for bit, another within 1e-5."""
+    straight = [logs["untied", "zero3"].losses for logs in run(_train_all, world_size, [("untied", "zero3")])]
+    same = run(_handed_over, world_size, ["zero3", "zero3"])
+    assert same == straight
+    for losses in run(_handed_over, world_size, ["zero3", "zero1", "hsdp", "zero0"]):
+        assert losses == pytest.approx(one_process["untied"].losses, abs=1e-5)
