@@ -9,7 +9,7 @@ FROM pytorch/pytorch:2.11.0-cuda13.0-cudnn9-runtime
 WORKDIR /opt/paceline
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
-# constraints.txt pins the CPU build of torch that CI tests; the image's own build is pinned instead
+# constraints.txt pins the torch that CI tests; the image's own is kept instead
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" >/tmp/constraints.txt \
     && grep -v -i -E '^torch(\+|==| |$)' constraints.txt >>/tmp/constraints.txt \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python -m pip install --no-cache-dir -c /tmp/constraints.txt . \

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.generate.small_models import SHAPES, small_model
 
 from paceline.generate.cache import KVCache
+from tests.generate.small_models import SHAPES, small_model
 
 
 @pytest.mark.parametrize("name", SHAPES)

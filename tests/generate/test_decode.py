@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.generate.small_models import SHAPES, small_model
 
 from paceline.data.tokenizer import ByteTokenizer
 from paceline.errors import ConfigError
 from paceline.generate.decode import DecodeParams, generate_ids, generate_text, stream_text
 from paceline.generate.sample import SamplingParams
 from paceline.models.transformer import Transformer
+from tests.generate.small_models import SHAPES, small_model
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models.hf_reference import FAMILIES, VOCAB, gradients_of
 
 from paceline.config.model import ModelConfig
 from paceline.kernels.attention import attention_core
 from paceline.models.rope import inverse_frequencies
+from tests.models.hf_reference import FAMILIES, VOCAB, gradients_of
 
 
 def tokens(length: int = 48) -> torch.Tensor:

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from tests.models.hf_reference import FAMILIES, rename_llama, weights_of
 
 from paceline.config.model import ModelConfig, RopeScaling
 from paceline.models.rope import Rope, apply_rope, attention_factor, inverse_frequencies, softmax_scale
+from tests.models.hf_reference import FAMILIES, rename_llama, weights_of
 
 
 def test_pairs_turn_by_position_times_frequency() -> None:

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from tests.optim.engines import ToyEngine, toy_values
 from torch import Tensor
 
 from paceline.config.optim import OptimConfig
 from paceline.optim.build import Optimizer, build_optimizer
 from paceline.optim.groups import parameter_kind
+from tests.optim.engines import ToyEngine, toy_values
 
 
 def _weights(engine: ToyEngine) -> dict[str, Tensor]:

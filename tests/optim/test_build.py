@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel.tiny import full_weights, gradients_of_step, init, tiny_config, tiny_model
 from torch import Tensor
 
 from distributed import run
@@ -18,6 +17,7 @@ from paceline.optim.schedule import lr_factor
 from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
+from tests.parallel.tiny import full_weights, gradients_of_step, init, tiny_config, tiny_model
 
 STEPS = 4
 MODEL: dict[str, Any] = {"moe": True}

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from tests.optim.engines import Layout, ToyEngine, toy_values
 
 from distributed import run
 from paceline.optim.clip import GradientNorm, gradient_norm, non_finite_parameters
+from tests.optim.engines import Layout, ToyEngine, toy_values
 
 
 def _measure(engine: ToyEngine, max_norm: float) -> GradientNorm:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.optim.engines import SHAPES, Layout, ToyEngine, toy_values
 
 from paceline.config.optim import OptimConfig
 from paceline.optim.groups import describe_groups, parameter_groups, parameter_kind
+from tests.optim.engines import SHAPES, Layout, ToyEngine, toy_values
 
 VECTORS = {
     "blocks.0.norm.weight",

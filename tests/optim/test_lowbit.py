@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.optim.engines import Layout, ToyEngine, toy_values
 from torch import Tensor
 
 from paceline.config.optim import OptimConfig
@@ -16,6 +15,7 @@ from paceline.errors import ConfigError
 from paceline.optim.build import build_optimizer
 from paceline.optim.groups import parameter_groups
 from paceline.optim.lowbit import AdamW8bitRule
+from tests.optim.engines import Layout, ToyEngine, toy_values
 
 # 8200 is no multiple of a block of 256; a flat third of it is not either
 SHAPES = {"blocks.0.w": (100, 82), "blocks.0.bias": (82,), "head.weight": (64, 128)}

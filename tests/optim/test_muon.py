@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.engines import Layout, ToyEngine, max_difference, toy_values
 from torch import Tensor
 
 from distributed import run
@@ -17,6 +16,7 @@ from paceline.optim.build import build_optimizer
 from paceline.optim.groups import parameter_kind
 from paceline.optim.muon import orthogonalize
 from paceline.parallel.mesh import ParallelMesh
+from tests.optim.engines import Layout, ToyEngine, max_difference, toy_values
 
 CONFIG = OptimConfig(name="muon", lr=1e-2, muon_lr=0.05, grad_clip=1.0)
 STEPS = 3
