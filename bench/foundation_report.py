@@ -106,8 +106,8 @@ def demos(result: dict[str, Any]) -> list[str]:
         lines += [
             "",
             f"Demo on {title} ({demo['devices']}): {demo['parameters'] / 1e6:.0f} M parameters, loss "
-            f"{demo['loss_first']:.2f} to {demo['loss_last']:.2f}, held-out {ours:.3f} bits per byte (unigram {base:.3f},"
-            f" ratio {ours / base:.3f}), {demo['tokens_per_second']:,.0f} tokens/s, "
+            f"{demo['loss_first']:.2f} to {demo['loss_last']:.2f}, held-out {ours:.3f} bits per byte "
+            f"(unigram {base:.3f}, ratio {ours / base:.3f}), {demo['tokens_per_second']:,.0f} tokens/s, "
             f"{result['seconds'].get(name, '?')} s in all.",
         ]
     return lines
