@@ -20,8 +20,9 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptio
 def _data() -> None:
     """Turn raw text into datasets, and look into them.
 
-    A dataset is PREFIX.bin and PREFIX.idx, byte for byte as Megatron-LM writes them, and PREFIX.json, which says what
-    it was made of. Recipes name it by PREFIX: data.train = "PREFIX".
+    A dataset is PREFIX.bin and PREFIX.idx, byte for byte as Megatron-LM
+    writes them, and PREFIX.json, which says what it was made of. Recipes name
+    it by PREFIX: data.train = "PREFIX".
     """
 
 
@@ -63,25 +64,31 @@ def build(
 ) -> None:
     """Read raw text, tokenize it in parallel and write a dataset.
 
-    [bold]Inputs.[/bold] A .txt file (or any other text file that is named or matched by --glob) is one document; a line
-    of .jsonl is a JSON object with the document under --json-key; a row of .parquet likewise. Text and .jsonl may be
-    compressed with gzip or zstd.
+    [bold]Inputs.[/bold] A .txt file (or any other text file that is named or matched by
+    --glob) is one document; a line of .jsonl is a JSON object with the
+    document under --json-key; a row of .parquet likewise. Text and .jsonl may
+    be compressed with gzip or zstd.
 
-    [bold]What is skipped.[/bold] Empty documents are counted. Invalid UTF-8, malformed JSON, a missing key, a value
-    that is no text, and text with lone surrogates are counted and listed with file, line, byte offset and reason in
-    OUT.skipped.jsonl. --strict stops at the first one instead. Documents of one token are kept.
+    [bold]What is skipped.[/bold] Empty documents are counted. Invalid UTF-8, malformed
+    JSON, a missing key, a value that is no text, and text with lone
+    surrogates are counted and listed with file, line, byte offset and reason
+    in OUT.skipped.jsonl. --strict stops at the first one instead. Documents
+    of one token are kept.
 
-    [bold]Held-out data.[/bold] Documents (for text files: whole files) are chosen by a hash of their text, so a later
-    build makes the same choice. With --dedup no near copy of a training document is left among them.
+    [bold]Held-out data.[/bold] Documents (for text files: whole files) are chosen by a
+    hash of their text, so a later build makes the same choice. With --dedup
+    no near copy of a training document is left among them.
 
-    The result is the same for any number of workers. Memory stays below 1 GiB, whatever the size of the input (with
-    --dedup, 2.5 kB for each document come on top).
+    The result is the same for any number of workers. Memory stays below 1
+    GiB, whatever the size of the input (with --dedup, 2.5 kB for each
+    document come on top).
 
     [bold]Examples[/bold]
 
-      paceline data build texts/ --out data/texts --tokenizer tokenizer.json --valid-share 0.05 --dedup
+      paceline data build texts/ -o data/texts -t tokenizer.json \\
+        --valid-share 0.05 --dedup
 
-      paceline data build "crawl/*.jsonl.zst" -o data/crawl -t llama3/tokenizer.json --workers 16
+      paceline data build "crawl/*.jsonl.zst" -o data/crawl -t llama3/ -w 16
 
       paceline data build src/ --glob "*.py" -o data/code -t byte
     """
@@ -185,7 +192,7 @@ def inspect(
 
       paceline data inspect data/texts-train --document 17 --tokens 400
 
-      paceline data inspect old/megatron_text_document --tokenizer gpt2/tokenizer.json
+      paceline data inspect old/corpus_text_document --tokenizer gpt2/
     """
     from paceline.data.indexed import IndexedDataset
     from paceline.data.inspection import document_tokens, length_report
@@ -243,9 +250,11 @@ def verify(
 ) -> None:
     """Read all of a dataset and fail if anything is wrong.
 
-    Checked: both files are there and whole; magic, version and dtype of the index; every pointer and length; the
-    document index; every id against the vocabulary; the description beside it (counts, document ends).
-    The exit status is 1 at the first fault, which is named with file, value and reason.
+    Checked: both files are there and whole; magic, version and dtype of the
+    index; every pointer and length; the document index; every id against the
+    vocabulary; the description beside it (counts, document ends). The exit
+    status is 1 at the first fault, which is named with file, value and
+    reason.
 
     [bold]Examples[/bold]
 
@@ -277,8 +286,10 @@ def merge(
 ) -> None:
     """Put datasets one after the other, document boundaries included.
 
-    Datasets made by different tokenizers are refused, as far as their descriptions tell; so are different dtypes,
-    unless --widen. To mix datasets in proportions, name them in the recipe instead: data.train = [{path, weight}, ...].
+    Datasets made by different tokenizers are refused, as far as their
+    descriptions tell; so are different dtypes, unless --widen. To mix
+    datasets in proportions, name them in the recipe instead: data.train =
+    [{path, weight}, ...].
 
     [bold]Example[/bold]
 
@@ -304,8 +315,9 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer on raw text.
 
-    It reads the same inputs as `build` and uses all cores. Any text can be encoded and decoded exactly. The same inputs
-    give the same file. Unreadable documents are left out; `build` reports them.
+    It reads the same inputs as `build` and uses all cores. Any text can be
+    encoded and decoded exactly. The same inputs give the same file.
+    Unreadable documents are left out; `build` reports them.
 
     [bold]Example[/bold]
 

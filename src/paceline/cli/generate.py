@@ -57,10 +57,11 @@ def generate(
         bool, typer.Option("--json", help="One JSON line a text: prompt, text, token_ids, finish_reason, step.")
     ] = False,
 ) -> None:
-    """Let a trained model write: `paceline generate runs/demo --prompt "Once upon a time"`.
+    """Let a trained model write: `paceline generate runs/demo --prompt "Once"`.
 
-    Recipe, weights and tokenizer are found in the run folder; the newest checkpoint that is whole is used, damaged
-    ones are named on standard error. One text is shown as it is written; it ends at the end-of-document token or
+    Recipe, weights and tokenizer are found in the run folder; the newest
+    checkpoint that is whole is used, damaged ones are named on standard error.
+    One text is shown as it is written; it ends at the end-of-document token or
     after --max-tokens.
 
     [bold]Greedy, for a test that must not change[/bold]:
@@ -70,7 +71,8 @@ def generate(
       paceline generate runs/demo --prompt "The" --num-samples 3 --seed 7 --json
 
     [bold]An earlier checkpoint, and a prompt from a file[/bold]:
-      paceline generate runs/demo/checkpoints/step_00000500 --prompt-file start.txt --max-tokens 400
+      paceline generate runs/demo/checkpoints/step_00000500 \\
+        --prompt-file start.txt --max-tokens 400
     """
     prompts = _prompts(prompt, prompt_file)
     kind = _device_kind(device)
