@@ -21,6 +21,9 @@ from paceline.report.finding import Finding
 
 TERA = 1e12
 
+# torch 2.13 renames the collective and warns about the old name; 2.11 has only that
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -221,7 +224,7 @@ class Meter:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return mine.cpu().reshape(1, -1)
         everyone = torch.empty(dist.get_world_size() * mine.numel(), dtype=torch.float64, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine)
+        _all_gather(everyone, mine)
         return everyone.cpu().reshape(dist.get_world_size(), -1)
 
     def _wait_for_device(self) -> None:

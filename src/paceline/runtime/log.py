@@ -65,9 +65,18 @@ def logging_to(
 
 
 def _console_handler(console: Console, rank: int, level: int) -> logging.Handler:
-    handler = RichHandler(console=console, show_path=False, markup=False, rich_tracebacks=False, log_time_format="[%X]")
+    handler: logging.Handler
+    speaker = "" if rank == 0 else f"[rank {rank}] "
+    if console.is_terminal:
+        handler = RichHandler(
+            console=console, show_path=False, markup=False, rich_tracebacks=False, log_time_format="[%X]"
+        )
+        handler.setFormatter(logging.Formatter(f"{speaker}%(message)s"))
+    else:
+        # in a file or a pipe rich would fill every line with blanks up to its width
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter(f"[%(asctime)s] %(levelname)s {speaker}%(message)s", "%H:%M:%S"))
     handler.setLevel(level if rank == 0 else max(level, logging.WARNING))
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     return handler
 
 
