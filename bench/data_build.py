@@ -12,7 +12,7 @@ Compared, in turn, on the same cores:
   build   the command `paceline data build`, from process start to exit
 
 Wall time is what counts on an idle machine; CPU time is given too, since it says more on a busy one. Memory is the
-peak, over samples every 20 ms, of the sum over all processes of the command: PSS (shared pages counted once) and RSS
+peak, over samples every 0.1 s, of the sum over all processes of the command: PSS (shared pages counted once) and RSS
 (counted in each). One JSON line is printed.
 """
 
@@ -103,7 +103,7 @@ def run_build(tokenizer: Path, corpus: Path, out: Path, cores: int) -> dict[str,
     while process.poll() is None:
         now = memory(process.pid)
         pss, rss = max(pss, now[0]), max(rss, now[1])
-        time.sleep(0.02)
+        time.sleep(0.1)
     wall = time.perf_counter() - began
     assert process.stdout is not None
     if process.returncode:

@@ -150,6 +150,11 @@ def test_synthetic() -> None:
     assert (data.train[0].tokens != data.valid[0].tokens).any()
 
 
+def test_synthetic_training_with_real_held_out_data(tmp_path: Path) -> None:
+    data = build(DataConfig(valid=make(tmp_path / "a", 20)), valid_samples=4)
+    assert data.valid is not None and data.valid.reports[0].documents == 20 and len(data.train) == 40
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -108,8 +108,6 @@ def build_datasets(
         DataError: files are missing or damaged, a sequence is longer than a dataset, ids do not fit the vocabulary, the
             datasets were made by different tokenizers.
     """
-    if config.train == "synthetic":
-        return _synthetic(seq_len, vocab_size, seed, train_samples, valid_samples)
     plan = _plan_splits(config)
     opened = {path: IndexedDataset(path) for _, sources, _ in plan for path in (source.path for source in sources)}
     sidecars = {path: read_sidecar(path) for path in opened}
@@ -117,6 +115,10 @@ def build_datasets(
     samples = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
     builder = _Builder(config, opened, sidecars, info, seq_len, vocab_size, seed)
     splits = {name: builder.split(name, sources, samples[name], part) for name, sources, part in plan}
+    if config.is_synthetic:
+        splits["train"] = _synthetic("train", seq_len, vocab_size, seed, train_samples)
+        if "valid" not in splits and valid_samples:
+            splits["valid"] = _synthetic("valid", seq_len, vocab_size, seed + 1, valid_samples)
     train = splits.get("train")
     if train is None:
         raise DataError(
@@ -128,8 +130,8 @@ def build_datasets(
 
 def _plan_splits(config: DataConfig) -> list[tuple[str, tuple[DataSource, ...], str]]:
     """(split, its sources, the split string that cuts it from them, or "")."""
-    train = _sources(config.train)
-    if config.split:
+    train = () if config.is_synthetic else _sources(config.train)
+    if config.split and train:
         if config.valid or config.test:
             raise DataError(
                 f"data.split = {config.split!r} and data.valid or data.test are both set",
@@ -355,28 +357,22 @@ def _bytes_per_token(parts: list[_Part], drawn: list[int]) -> float | None:
     return sum(shares) / sum(drawn)
 
 
-def _synthetic(seq_len: int, vocab_size: int, seed: int, train_samples: int, valid_samples: int | None) -> Datasets:
-    """Made-up tokens: nothing is read, nothing repeats; validation draws from another seed."""
-
-    def split(name: str, split_seed: int, samples: int) -> Split:
-        identity = _hash({"synthetic": [vocab_size, seq_len, split_seed]})
-        report = SourceReport(
-            split=name,
-            path="synthetic",
-            weight=1.0,
-            documents=samples,
-            tokens=samples * seq_len,
-            samples=samples,
-            epochs=1.0,
-        )
-        source = SyntheticDataset(vocab_size, seq_len, split_seed, samples)
-        return Split(source=source, identity=identity, reports=(report,), bytes_per_token=None)
-
-    return Datasets(
-        train=split("train", seed, train_samples),
-        valid=split("valid", seed + 1, valid_samples) if valid_samples else None,
-        test=None,
-        tokenizer_info=TokenizerInfo(name="", fingerprint="", vocab_size=vocab_size, eod_id=None),
+def _synthetic(name: str, seq_len: int, vocab_size: int, seed: int, samples: int) -> Split:
+    """Made-up tokens: nothing is read, nothing repeats."""
+    report = SourceReport(
+        split=name,
+        path="synthetic",
+        weight=1.0,
+        documents=samples,
+        tokens=samples * seq_len,
+        samples=samples,
+        epochs=1.0,
+    )
+    return Split(
+        source=SyntheticDataset(vocab_size, seq_len, seed, samples),
+        identity=_hash({"synthetic": [vocab_size, seq_len, seed]}),
+        reports=(report,),
+        bytes_per_token=None,
     )
 
 
