@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -297,3 +299,29 @@ def test_ids_are_written_in_the_dtype_of_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="gave the id 69999, beyond its own vocabulary"):
         build(write_jsonl(tmp_path / "a.jsonl", ["one"]), tmp_path / "out2", tokenizer=Wrong())
     assert load_tokenizer("byte").vocab_size == 257
+
+
+_MEASURED_BUILD = """
+import resource, sys
+from paceline.data.prepare import PrepareOptions, build_dataset
+from paceline.data.tokenizer import ByteTokenizer
+build_dataset([sys.argv[1]], sys.argv[2], tokenizer=ByteTokenizer(), options=PrepareOptions(workers=2))
+kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)  # of the children: the largest one
+own, child = (resource.getrusage(kind).ru_maxrss * 1024 for kind in kinds)
+print(own + 2 * child)
+"""
+
+
+def _peak_bytes(path: Path, out: Path) -> int:
+    command = [sys.executable, "-c", _MEASURED_BUILD, str(path), str(out)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path) -> None:
+    """Both processes' peaks: at most 1.3 times that of a tenth of the documents, plus 20 bytes a document."""
+    for count in (20_000, 200_000):
+        (tmp_path / f"{count}.jsonl").write_text('{"text": "ab"}\n' * count)
+    small = _peak_bytes(tmp_path / "20000.jsonl", tmp_path / "small")
+    large = _peak_bytes(tmp_path / "200000.jsonl", tmp_path / "large")
+    assert IndexedDataset(tmp_path / "large").num_documents == 200_000
+    assert large < 1.3 * small + 20 * 200_000 and large < 2**30

@@ -105,10 +105,11 @@ def exhaustive_order(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[n
 
 def running_count(ids: NDArray[np.int16], num_sources: int) -> NDArray[np.int64]:
     """How often the id of each step came before: 0 1 0 0 -> 0 0 1 2."""
+    order = np.argsort(ids, kind="stable")  # a radix sort for 16-bit ids
+    sizes = np.bincount(ids, minlength=num_sources)
+    firsts = np.cumsum(sizes) - sizes
     counts = np.empty(len(ids), dtype=np.int64)
-    for source in range(num_sources):
-        places = np.flatnonzero(ids == source)
-        counts[places] = np.arange(len(places))
+    counts[order] = np.arange(len(ids)) - np.repeat(firsts, sizes)
     return counts
 
 

@@ -261,6 +261,7 @@ class SliceReader:
                 yield Document(text, len(text.encode()))
                 continue
             result = _parse(text, self.options.json_key)
+            del text
             yield self._problem(offset, *result) if isinstance(result, tuple) else _document(self, offset, result)
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
