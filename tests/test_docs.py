@@ -218,3 +218,14 @@ def test_every_recipe_is_described() -> None:
     described = (DOCS / "recipes.md").read_text()
     for path in (ROOT / "recipes").glob("*.toml"):
         assert f"`{name(path)}`" in described, f"docs/recipes.md does not describe {name(path)}"
+
+
+def test_troubleshooting_quotes_real_messages() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a message is often written over several lines
+    rows = re.findall(r"^\| (.*?) \| .* \|$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    quoted = [row for row in rows if not row.startswith(("message", "---", "another complaint"))]
+    assert len(quoted) > 20
+    for row in quoted:
+        for fragment in (part.strip(" ,:") for part in row.split("...")):
+            assert len(fragment) < 4 or fragment in source, f"no message says {fragment!r} ({row})"
