@@ -5,6 +5,7 @@
     ├── DataError (also a ValueError)     a dataset, a tokenizer or a raw text file
     ├── CheckpointError                   a checkpoint is missing, damaged or does not fit
     ├── LaunchError                       processes, devices, network, launcher
+    │   └── LostContactError              another rank is gone; it says why, this one only that
     ├── RunFolderError                    the run folder cannot be used
     └── TrainingError                     the run itself cannot go on (non-finite loss, nothing left to do)
 
@@ -62,6 +63,10 @@ class CheckpointError(PacelineError):
 
 class LaunchError(PacelineError):
     """Processes, devices, the network or the launcher do not match what was asked for."""
+
+
+class LostContactError(LaunchError):
+    """A collective failed because another rank is gone. That rank knows the reason."""
 
 
 class RunFolderError(PacelineError):

@@ -85,8 +85,8 @@ def main() -> None:
 
 def _report(error: PacelineError) -> None:
     from paceline.report.console import make_console, print_error
-    from paceline.runtime.launcher import let_rank_zero_speak
+    from paceline.runtime.launcher import wait_for_turn
 
-    let_rank_zero_speak()
+    wait_for_turn(error)
 
     print_error(make_console(stderr=True), error)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, LostContactError, PacelineError
 from paceline.runtime.nodelist import expand_nodelist
 
 Launcher = Literal["torchrun", "slurm", "single"]
@@ -164,12 +164,14 @@ def _checked(info: ProcessInfo) -> ProcessInfo:
     return info
 
 
-def let_rank_zero_speak(environ: Mapping[str, str] | None = None) -> None:
-    """Waits a moment on every rank but 0, before an error is printed.
+def wait_for_turn(error: PacelineError, environ: Mapping[str, str] | None = None) -> None:
+    """Waits, before an error is printed, for a rank that has more to say; the launcher then ends this one unheard.
 
-    Where all ranks meet the same error, rank 0 tells it and the launcher ends the others unheard; an error that only
-    one rank meets is told by that rank, two seconds later.
+    Where all ranks meet the same error, rank 0 tells it; one that only another rank meets is told two seconds later. A
+    rank that has only lost contact gives all others ten seconds.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("RANK", environ.get("SLURM_PROCID", "0")) != "0":
+    if isinstance(error, LostContactError):
+        time.sleep(10.0)
+    elif environ.get("RANK", environ.get("SLURM_PROCID", "0")) != "0":
         time.sleep(2.0)

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, LostContactError
 from paceline.report.finding import Finding
 from paceline.runtime.launcher import ProcessInfo as ProcessInfo
 from paceline.runtime.launcher import in_batch_script, number_of
@@ -72,6 +72,7 @@ def process_group(
 
     Raises:
         LaunchError: the processes did not meet within ``timeout_seconds``, or the network refused.
+        LostContactError: another rank ended in the middle of the block.
     """
     environ = os.environ if environ is None else environ
     if device.type == "cuda":
@@ -98,10 +99,24 @@ def process_group(
         ) from error
     try:
         yield
+    except RuntimeError as error:
+        _tear_down(after_error=True)
+        if any(words in str(error) for words in _PEER_IS_GONE):
+            raise LostContactError(
+                f"rank {info.rank} of {info.world_size} lost contact with another rank in the middle of a collective",
+                evidence=str(error).splitlines()[0],
+                next_step="The rank that ended first knows why: see its message, or its file in the run folder's logs. "
+                "Without either, the system ended it (out of memory?): look at `dmesg`.",
+            ) from error
+        raise
     except BaseException:
         _tear_down(after_error=True)
         raise
     _tear_down(after_error=False)
+
+
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""What gloo and NCCL say; they have no class of error for it."""
 
 
 def _store(info: ProcessInfo, timeout: timedelta) -> dist.Store:

@@ -56,9 +56,10 @@ def claim_folder(folder: RunFolder, config: RunConfig, recipe: str) -> dict[str,
     """
     changed = _changes(folder.recipe_path, config)
     refused = sorted(key for key in changed if not _is_allowed(key, config))
-    if refused:
-        raise _other_recipe(folder.path, changed, refused)
     checkpoints = step_folders(folder.checkpoints)
+    # a start that failed before its first step (a mistyped path) leaves only its recipe: that may be mended
+    if refused and (checkpoints or _has_records(folder)):
+        raise _other_recipe(folder.path, changed, refused)
     if checkpoints and config.checkpoint.resume == "never":
         raise RunFolderError(
             f"{folder.path} holds checkpoints up to step {checkpoints[-1][0]}, and checkpoint.resume = 'never'",
@@ -67,6 +68,10 @@ def claim_folder(folder: RunFolder, config: RunConfig, recipe: str) -> dict[str,
         )
     folder.claim(recipe, may_differ=tuple(changed))
     return changed
+
+
+def _has_records(folder: RunFolder) -> bool:
+    return folder.metrics_path.is_file() and folder.metrics_path.stat().st_size > 0
 
 
 def _changes(recipe_path: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
