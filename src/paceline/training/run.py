@@ -230,7 +230,7 @@ class _Run:
             if self.info.is_main and self.config.checkpoint.save_last:
                 samples = draw_samples(self.folder.path, self.config, self.device)
         if self.info.is_main and self.folder.metrics_path.exists():
-            summary = self._summary(evaluation, samples, reason)
+            summary = self._summary(opened.trainer.progress, evaluation, samples, reason)
             summary.write(self.folder.path)
 
     def _final_evaluation(self, opened: _Opened) -> Evaluation | None:
@@ -252,10 +252,14 @@ class _Run:
             )
         return evaluation
 
-    def _summary(self, evaluation: Evaluation | None, samples: tuple[tuple[str, str], ...], reason: str) -> Summary:
+    def _summary(
+        self, progress: Progress, evaluation: Evaluation | None, samples: tuple[tuple[str, str], ...], reason: str
+    ) -> Summary:
         return summarize(
             self.folder.path,
+            steps=progress.step,
             total_steps=self.config.train.steps,
+            tokens=progress.tokens,
             stopped_by=reason,
             parameters=count_parameters(self.config.model).total,
             world_size=self.info.world_size,

@@ -123,7 +123,9 @@ def speed_of(records: Sequence[StepRecord]) -> dict[str, Any]:
 def summarize(
     folder: Path,
     *,
+    steps: int,
     total_steps: int,
+    tokens: int,
     stopped_by: str,
     parameters: int,
     world_size: int,
@@ -132,17 +134,20 @@ def summarize(
     evaluation: Evaluation | None,
     samples: Sequence[tuple[str, str]] = (),
 ) -> Summary:
-    """Reads the run folder's own metrics, so that a resumed run is summed up whole."""
+    """Reads the run folder's own metrics, so that a resumed run is summed up whole.
+
+    ``steps`` and ``tokens`` are those of the run: one that was stopped may stand some steps after its last metrics.
+    """
     records = read_metrics(folder)
     speed = speed_of(records)
     last = records[-1]
     per_gpu = speed["tokens_per_second_per_gpu"]
     return Summary(
         run_dir=str(folder),
-        steps=last.step,
+        steps=steps,
         total_steps=total_steps,
         stopped_by=stopped_by,
-        tokens=last.tokens,
+        tokens=tokens,
         parameters=parameters,
         loss_first=records[0].loss,
         loss_last=last.loss,
