@@ -210,7 +210,8 @@ def test_every_dependency_has_its_reason() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    for page in DOCS.rglob("*.md"):
+    pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "measured" or page.name == "README.md"]
+    for page in pages:
         assert str(page.relative_to(DOCS)) in navigation, f"{name(page)} is not in mkdocs.yml"
 
 
