@@ -1,0 +1,77 @@
+"""The bench trains as `paceline train` does and reports one line that can be compared. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.bench.gemm import sustained_gemm
+from paceline.bench.train import StepClock
+from paceline.cli import main as command_line
+from paceline.config.load import resolve
+from paceline.costs.layers import training_flops_per_token
+from paceline.observe.hooks import StepEnd
+from tests.cli.commands import LAUNCHER
+from tests.training import runs
+
+KEYS = (
+    "step_seconds",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "peak_memory_gib",
+    "sustained_gemm_tflops",
+    "recipe",
+    "versions",
+)
+
+
+def test_one_json_line_with_consistent_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "results" / "lines.jsonl"
+    recipe.write_text("")
+    # data, checkpoints and the run folder of the recipe are left alone
+    tiny = runs.tiny(tmp_path / "run", "no such data", "train.eval_interval=2", "checkpoint.interval=1", steps=1000)
+    sets = [f"--set={override}" for override in tiny]
+    for _ in range(2):
+        arguments = ["bench", "train", str(recipe), "--steps", "4", "--warm-up", "2", f"--out={out}", *sets]
+        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+        with pytest.raises(SystemExit) as end:
+            command_line.main()
+        assert not end.value.code
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines == out.read_text().splitlines() and len(lines) == 2
+    record = json.loads(lines[0])
+    assert set(KEYS) <= set(record)
+    assert record["steps"] == 4 and record["step_seconds_min"] <= record["step_seconds"] <= record["step_seconds_max"]
+    tokens = 4 * 16  # of a step
+    assert record["tokens_per_second_per_gpu"] == pytest.approx(tokens / record["step_seconds"])
+    flops = training_flops_per_token(resolve({}, tiny).config.model, 16)
+    assert record["tflops_per_gpu"] == pytest.approx(tokens * flops / record["step_seconds"] / 1e12)
+    assert record["fraction_of_gemm"] == pytest.approx(record["tflops_per_gpu"] / record["sustained_gemm_tflops"])
+    assert record["mfu"] is None and record["peak_tflops"] is None, "a CPU has no peak in the table"
+    assert record["recipe"]["data"]["train"] == "synthetic" and record["recipe"]["train"]["steps"] == 6
+    assert record["versions"]["torch"] == torch.__version__
+    assert "sustained GEMM" in captured.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_clock_gives_times_between_neighbouring_steps() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for step in (1, 2, 3):
+        clock.on_step_end(StepEnd(step=step))
+    assert len(clock.seconds()) == 2 and all(seconds >= 0 for seconds in clock.seconds())
+
+
+def test_gemm_counts_what_it_multiplied() -> None:
+    rate = sustained_gemm(torch.device("cpu"), seconds=0.05)
+    assert rate.size == 1024 and rate.dtype == "float32"
+    repeats = rate.tflops * 1e12 * rate.seconds / (2 * rate.size**3)
+    assert repeats == pytest.approx(round(repeats)) and repeats >= 1
