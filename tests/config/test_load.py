@@ -91,6 +91,12 @@ def test_an_override_has_one_form(text: str) -> None:
         parse_override(text)
 
 
+def test_the_guess_is_never_the_section_itself() -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve({}, ["train.x=1"])
+    assert "Did you mean" not in error.value.next_step
+
+
 def test_a_missing_recipe_names_those_that_are_there(tmp_path: Path) -> None:
     write(tmp_path, "demo.toml", "")
     with pytest.raises(ConfigError, match="there is no recipe") as error:

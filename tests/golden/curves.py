@@ -3,7 +3,8 @@
     python tests/golden/curves.py --update     write them anew, after a change of the mathematics that is meant
 
 On one machine a curve is bit-identical from run to run. Between CPUs it is not (other vector units sum in another
-order), so the stored numbers are compared to 1e-6.
+order): with the vector units switched off (ATEN_CPU_CAPABILITY=default) losses moved by 2e-6, four units in their last
+place. So the stored numbers are compared to 1e-5.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from tests.golden.curves import CURVES, STEPS, curve, stored
 def test_the_curve_is_the_stored_one(name: str) -> None:
     found, expected = curve(name), stored()[name]
     assert len(found["loss"]) == STEPS
-    # not bit for bit: that holds on one machine (see below), not between CPUs
-    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    # not bit for bit: that holds on one machine (see below), not between CPUs (see curves.py)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert expected["loss"][-1] < expected["loss"][0]
 

@@ -36,7 +36,7 @@ class SkipWatch:
         """``finite``: bool scalar on the device, equal on all ranks."""
         self._rows[0] = (self._rows[0] + 1) * (~finite)
         self._rows[1] = torch.maximum(self._rows[1], self._rows[0])
-        self._rows[2] = torch.where(finite, self._rows[2], step)
+        self._rows[2] += (step - self._rows[2]) * (~finite)
         self._host.copy_(self._rows, non_blocking=True)
 
     @property

@@ -141,9 +141,9 @@ class TrainStep:
                 loss = terms.loss_sum / divisor
                 if terms.aux_loss is not None:
                     loss = loss + terms.aux_loss / self.config.train.global_batch_size
-                # a loss that is not finite makes every gradient so, and with them the one norm that all ranks share;
-                # else a constant nan would pass unnoticed
-                loss.backward(torch.where(torch.isfinite(loss), 1.0, torch.nan))
+                # 1, or nan where the loss is not finite: then every gradient is, and with them the one norm that all
+                # ranks share; else a nan that no gradient passes would go unnoticed
+                loss.backward(loss.detach() * 0 + 1)
             yield terms
 
     def _seed(self, step: int, micro_batch: int) -> None:
