@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from paceline.cli import main as command_line
@@ -259,4 +262,20 @@ def test_a_fault_on_one_of_two_ranks_ends_both_with_its_name(data: str, recipe: 
     assert "rank 1 of 2" in done.stderr and faults.MODULE in done.stderr
     assert "Traceback" not in done.stderr
     # rank 0 speaks for all, unless it needs more than two seconds to end
-    assert done.stderr.count("TrainingError") <= 2
+    assert done.stderr.count("TrainingError") <= 2 and "LostContactError" not in done.stderr
+
+
+def test_a_process_that_the_system_ends_is_named(data: str, recipe: str, tmp_path: Path) -> None:
+    tiny = sets(*runs.tiny(tmp_path / "run", data, steps=100000))
+    command = [sys.executable, "-m", "paceline", "train", recipe, "--nproc", "2", *tiny]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    psutil.Process(process.pid).children()[-1].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert "LaunchError: a process of the run was ended by SIGKILL" in errors and "dmesg" in errors
+    assert "Traceback" not in errors

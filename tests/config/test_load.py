@@ -94,7 +94,7 @@ def test_an_override_has_one_form(text: str) -> None:
 def test_the_guess_is_never_the_section_itself() -> None:
     with pytest.raises(ConfigError) as error:
         resolve({}, ["train.x=1"])
-    assert "Did you mean" not in error.value.next_step
+    assert "Did you mean train?" not in error.value.next_step
 
 
 def test_a_missing_recipe_names_those_that_are_there(tmp_path: Path) -> None:

@@ -52,9 +52,7 @@ def _timed(rank: int, world_size: int, recipes: Sequence[Sequence[str]]) -> list
         tokens = train.global_batch_size * train.seq_len
         by_clock = tokens * (len(watch.ends) - 1) / (watch.ends[-1] - watch.ends[0])
         seconds = sum(tokens / record.tokens_per_second_per_gpu / world_size for record in records[1:])
-        found.append(
-            (by_clock, tokens * (len(records) - 1) / seconds, train.global_batch_size / train.micro_batch_size)
-        )
+        found.append((by_clock, tokens * (len(records) - 1) / seconds))
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, load_recipe
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.launcher import ProcessInfo, process_info
 
 
@@ -40,5 +41,24 @@ def start(
     if world_size > 1 and info.launcher == "single":
         from paceline.runtime.elastic import start_local
 
-        return start_local(arguments, world_size, use_gpus=loaded.config.cluster.device != "cpu")
+        code = start_local(arguments, world_size, use_gpus=loaded.config.cluster.device != "cpu")
+        _tell_signal(code)
+        return code
     return body(loaded, info)
+
+
+def _tell_signal(code: int) -> None:
+    """A process that the system ended could not say anything itself."""
+    number = code - 128
+    if number <= 0 or number in (signal.SIGINT, signal.SIGTERM):
+        return
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    error = LaunchError(
+        f"a process of the run was ended by {name}",
+        evidence="SIGKILL most often means that the host's memory was full." if number == signal.SIGKILL else "",
+        next_step="Look at `dmesg` and at the files in the run folder's logs. The same command goes on from the newest "
+        "checkpoint.",
+    )
+    from paceline.report.console import make_console, print_error
+
+    print_error(make_console(stderr=True), error)

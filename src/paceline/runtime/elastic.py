@@ -37,7 +37,7 @@ def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool 
             evidence="Each process needs a GPU of its own.",
             next_step=f"Use --nproc {gpus}, look at CUDA_VISIBLE_DEVICES, or set cluster.device = 'cpu'.",
         )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # our own processes say what failed
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our own processes say what failed
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
