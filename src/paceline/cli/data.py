@@ -79,9 +79,10 @@ def build(
     hash of their text, so a later build makes the same choice. With --dedup
     no near copy of a training document is left among them.
 
-    The result is the same for any number of workers. Memory does not grow with the input: about
-    0.1 GiB for each worker. A single very long document adds about four times its size; --dedup
-    adds 2.5 kB for each document.
+    The result is the same for any number of workers. Memory does not grow
+    with the input: about 0.1 GiB for each worker. A single very long
+    document adds about four times its size; --dedup adds 2.5 kB for each
+    document.
 
     [bold]Examples[/bold]
 
