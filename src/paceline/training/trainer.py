@@ -77,8 +77,8 @@ class Trainer:
         self.evaluator = evaluator
         self.progress = progress
         self.watch = SkipWatch(device)
-        # a skipped step may be known only some steps later: its batches are kept for the diagnosis
-        self._recent: deque[tuple[int, Sequence[Batch]]] = deque(maxlen=8)
+        # on a GPU a skipped step may be known only a step or two later: its batches are kept for the diagnosis
+        self._recent: deque[tuple[int, Sequence[Batch]]] = deque(maxlen=3)
         self.collection = GarbageCollection(config.train.gc_interval)
         self._saved_step = progress.step
         self.last_reading: Reading | None = None
@@ -192,5 +192,5 @@ class Trainer:
     def _refuse_nonfinite(self) -> None:
         if any_rank(self._has_failed()):
             last = self.watch.last_skipped()
-            batches = next((batches for number, batches in self._recent if number == last), ())
-            raise explain_nonfinite(last, self._limit, batches, self.step, self.step.mesh)
+            number, batches = next((entry for entry in self._recent if entry[0] == last), self._recent[-1])
+            raise explain_nonfinite(number, self._limit, batches, self.step, self.step.mesh)
