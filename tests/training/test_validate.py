@@ -176,3 +176,11 @@ def test_the_test_split_is_scored_once_at_the_end(data: tuple[str, str], tmp_pat
     record = runs.read_metrics(tmp_path / "cut")[-1]
     assert record.loss == pytest.approx(event["loss"], rel=0.2)
     assert record.extra["mtp_loss"] is not None and record.extra["mtp_loss"] > 1
+
+
+def test_held_out_data_of_synthetic_training_are_made_up_or_real(data: tuple[str, str], tmp_path: Path) -> None:
+    for name, valid, tokens in (("unsaid", "", 2 * 4 * 16), ("said", "synthetic", 2 * 4 * 16), ("real", data[1], None)):
+        folder = tmp_path / name
+        runs.alone(runs.tiny(folder, "synthetic", f"data.valid={valid}", "train.eval_steps=2", steps=2))
+        (event,) = [event for event in read_events(folder) if event["event"] == "evaluation"]
+        assert event["tokens"] == (tokens or Path(f"{data[1]}.bin").stat().st_size // 2 - 1)

@@ -35,13 +35,15 @@ def open_datasets(config: RunConfig, registry: Registry, *, train_samples: int) 
         DataError, ConfigError: a dataset is missing, damaged, too short or has other tokens than the model.
     """
     plugin = _plugin_source(config.data.train, registry)
+    data = config.data.model_copy(update={"train": "synthetic"}) if plugin else config.data
+    made_up = config.data.is_synthetic and config.data.valid in ("", "synthetic")
     built = build_datasets(
-        config.data.model_copy(update={"train": "synthetic"}) if plugin else config.data,
+        data.model_copy(update={"valid": ""}) if made_up else data,
         seq_len=config.train.seq_len,
         vocab_size=config.model.vocab_size,
         seed=config.run.seed,
         train_samples=train_samples,
-        valid_samples=config.train.eval_steps * config.train.global_batch_size if config.data.is_synthetic else None,
+        valid_samples=config.train.eval_steps * config.train.global_batch_size if made_up else None,
         test_samples=None,
     )
     if plugin is None:
