@@ -276,10 +276,11 @@ class _Run:
         if config.model.is_moe:
             parameters += f", {units.count(count.active)} active"
         train = config.train
+        micro = train.global_batch_size // (train.micro_batch_size * parts.mesh.dp_size)
         facts = {
             "model": f"{parameters} parameters" + (f" ({config.model.preset})" if config.model.preset else ""),
             "batch": f"{train.global_batch_size} sequences of {train.seq_len} tokens, "
-            f"{train.global_batch_size // (train.micro_batch_size * parts.mesh.dp_size)} micro-batches a rank",
+            f"{micro} micro-batch{'es' * (micro > 1)} a rank",
             "layout": f"{self.info.world_size} ranks, zero {config.parallel.zero} ({config.parallel.engine} engine), "
             f"{train.precision}, gradients reduced in {config.parallel.reduce_dtype}",
             "device": device_name(self.device),
