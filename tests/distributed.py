@@ -2,8 +2,8 @@
 
 ``run(func, world_size, *args)`` calls ``func(rank, world_size, *args)`` in a pool of worker processes that is kept
 between tests (importing torch in a new process costs seconds), with a fresh default process group each time, and
-returns the results by rank. An exception on any rank is raised here with that rank's stack trace; a worker that died or hung is
-replaced, so one broken test does not take the next one with it.
+returns the results by rank. An exception on any rank is raised here with that rank's stack trace; a worker that died or
+hung is replaced, so one broken test does not take the next one with it.
 """
 
 from __future__ import annotations

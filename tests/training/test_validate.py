@@ -140,11 +140,11 @@ def test_a_run_evaluates_as_it_goes_and_at_its_end(data: tuple[str, str], tmp_pa
     while_training, last, whole = events
     loss = {"valid/loss": last["valid/loss"]}
     # the last evaluation and the one of everything saw the same weights and, with so many steps, the same tokens
-    assert whole["split"] == "valid" and whole["loss"] == pytest.approx(loss["valid/loss"], abs=1e-9)
+    assert whole["whole"] and whole["valid/loss"] == pytest.approx(loss["valid/loss"], abs=1e-9)
     assert while_training["valid/loss"] - last["valid/loss"] > 0.01
     # those are the weights of now: the checkpoint of step 6 gives the same
     (again,) = on_ranks(_evaluate, 1, [overrides], None, str(folder))[0]
-    assert again["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+    assert again["loss"] == pytest.approx(whole["valid/loss"], abs=1e-5)
     assert in_tensorboard(folder / "tensorboard", "valid/loss") == pytest.approx(
         {3: while_training["valid/loss"], 6: last["valid/loss"]}, abs=1e-5
     )
@@ -164,17 +164,17 @@ def in_tensorboard(folder: Path, tag: str) -> dict[int, float]:
 def test_the_test_split_is_scored_once_at_the_end(data: tuple[str, str], tmp_path: Path) -> None:
     runs.alone(recipe(tmp_path / "run", data, f"data.test={data[1]}", "train.eval_interval=2", steps=4))
     events = [event for event in read_events(tmp_path / "run") if event["event"] == "evaluation"]
-    assert [event.get("split", "valid") for event in events] == ["valid", "valid", "test"]
+    assert ["test/loss" in event for event in events] == [False, False, True]
     runs.alone(
         runs.tiny(
             tmp_path / "cut", data[0], "data.split=80,10,10", "model.mtp_layers=1", "train.eval_steps=99", steps=4
         )
     )
     (event,) = [event for event in read_events(tmp_path / "cut") if event["event"] == "evaluation"]
-    assert event["split"] == "test" and event["tokens"] > 50
+    assert event["test/tokens"] > 50
     # with multi-token prediction the loss is the next token's alone, in training as in evaluation
     record = runs.read_metrics(tmp_path / "cut")[-1]
-    assert record.loss == pytest.approx(event["loss"], rel=0.2)
+    assert record.loss == pytest.approx(event["test/loss"], rel=0.2)
     assert record.extra["mtp_loss"] is not None and record.extra["mtp_loss"] > 1
 
 
@@ -183,4 +183,4 @@ def test_held_out_data_of_synthetic_training_are_made_up_or_real(data: tuple[str
         folder = tmp_path / name
         runs.alone(runs.tiny(folder, "synthetic", f"data.valid={valid}", "train.eval_steps=2", steps=2))
         (event,) = [event for event in read_events(folder) if event["event"] == "evaluation"]
-        assert event["tokens"] == (tokens or Path(f"{data[1]}.bin").stat().st_size // 2 - 1)
+        assert event["valid/tokens"] == (tokens or Path(f"{data[1]}.bin").stat().st_size // 2 - 1)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from paceline.config.base import Section
 
-Change = Literal["lr", "batch", "data", "model"]
+Change = Literal["lr", "batch", "data"]
 
 
 class CheckpointConfig(Section):

@@ -162,8 +162,11 @@ class ModelConfig(Section):
     """Start from these weights: the run folder or checkpoint folder of an earlier run. Empty = random."""
 
     num_layers: int = Field(4, ge=1)
+    """Blocks of the decoder."""
     hidden_size: int = Field(256, ge=1)
+    """Width of the residual stream."""
     num_heads: int = Field(4, ge=1)
+    """Query heads."""
     num_kv_heads: int = Field(0, ge=0)
     """Key/value heads (GQA; 1 = MQA); 0 takes `num_heads`."""
     head_dim: int = Field(0, ge=0)
@@ -176,21 +179,29 @@ class ModelConfig(Section):
     """Longest sequence the positions are made for."""
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Which norm; `layernorm` has a bias."""
     norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance before the square root."""
     norm_unit_offset: bool = False
     """Multiply by (1 + weight) instead of weight (Gemma)."""
     post_norm: bool = False
     """A second norm after attention and after the MLP, before the residual addition (Gemma 2)."""
     activation: Activation = "swiglu"
+    """Of the MLP; `swiglu` and `geglu` are gated (three matrices), `gelu_tanh` is the tanh approximation."""
     position: Literal["rope", "learned", "none"] = "rope"
+    """How tokens know their places."""
     rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary frequencies."""
     rope_fraction: float = Field(1.0, gt=0, le=1)
     """Share of each head that is rotated (GPT-NeoX: 0.25)."""
     rope_scaling: RopeScaling = RopeScaling()
+    """Stretching of rotary positions beyond the trained length."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (GPT, Qwen2)."""
     attention_out_bias: bool = False
+    """A bias on the output projection of attention (GPT)."""
     mlp_bias: bool = False
+    """Biases in the MLP (GPT)."""
     qk_norm: bool = False
     """RMSNorm over each query and key head before RoPE (Qwen3)."""
     sliding_window: int = Field(0, ge=0)
@@ -200,6 +211,7 @@ class ModelConfig(Section):
     attention_softcap: float = Field(0.0, ge=0)
     """Scores become cap * tanh(scores / cap); 0 = off (Gemma 2)."""
     logit_softcap: float = Field(0.0, ge=0)
+    """Logits become cap * tanh(logits / cap); 0 = off (Gemma 2)."""
     attention_scale: float = Field(0.0, ge=0)
     """Softmax scale; 0 takes 1 / sqrt(head_dim)."""
     embedding_scale: bool = False
@@ -212,6 +224,7 @@ class ModelConfig(Section):
     """On attention probabilities."""
 
     init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights."""
     scaled_residual_init: bool = True
     """Divide the standard deviation of output projections by sqrt(2 * num_layers)."""
 
@@ -220,19 +233,25 @@ class ModelConfig(Section):
     q_lora_rank: int = Field(0, ge=0)
     """0 projects queries directly (DeepSeek-V2-Lite)."""
     kv_lora_rank: int = Field(0, ge=0)
+    """Width of the latent that keys and values are made from."""
     qk_nope_head_dim: int = Field(0, ge=0)
+    """Dimensions of a query and key head without RoPE."""
     qk_rope_head_dim: int = Field(0, ge=0)
+    """Dimensions of a query and key head with RoPE; this part of the key is shared by all heads."""
     v_head_dim: int = Field(0, ge=0)
+    """Dimensions of a value head."""
 
     num_experts: int = Field(0, ge=0)
     """0 = dense."""
     top_k: int = Field(0, ge=0)
     """Experts a token takes."""
     moe: MoEConfig = MoEConfig()
+    """Everything else about experts."""
 
     mtp_layers: int = Field(0, ge=0)
     """Multi-token prediction: so many extra blocks, each predicting one token further (DeepSeek-V3: 1)."""
     mtp_loss_coef: float = Field(0.3, ge=0)
+    """Weight of the mean multi-token-prediction loss."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:

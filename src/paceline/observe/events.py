@@ -308,7 +308,7 @@ def _other_recipe(path: Path, refused: Mapping[str, tuple[Any, Any]]) -> RunFold
         f"The run folder {path} holds a run of another recipe.",
         evidence="; ".join(shown) + more + ".",
         next_step="Start a new run with --set run.dir=PATH, or put these values back. A resumed run may change its "
-        "learning rate, batch or data on purpose: --set checkpoint.allow_change='[\"lr\"]' (or batch, data, model).",
+        "learning rate, batch or data on purpose: --set checkpoint.allow_change='[\"lr\"]' (or batch, data).",
     )
 
 

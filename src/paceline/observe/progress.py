@@ -81,7 +81,7 @@ class ProgressHook(Hook):
             left = self._eta.left(end.step, self._total)
             self.console.print(Text(step_line(end.record, self._total, left)), soft_wrap=True)
         if end.evaluation is not None:
-            values = "  ".join(f"{name} {value:.4f}" for name, value in end.evaluation.items())
+            values = "  ".join(f"{name} {text}" for name, text in evaluation_cells(end.evaluation).items())
             self.console.print(Text(f"evaluation at step {end.step}: {values}"), soft_wrap=True)
 
     def _render(self) -> RichTable:
@@ -93,7 +93,7 @@ class ProgressHook(Hook):
         numbers = RichTable.grid(padding=(0, 3))
         cells = step_cells(self._record)
         cells["left"] = _time_left(self._eta.left(self._record.step, self._total))
-        cells |= {f"eval {name}": f"{value:.4f}" for name, value in self._evaluation.items()}
+        cells |= evaluation_cells(self._evaluation)
         if self._checkpoint:
             cells["checkpoint"] = self._checkpoint
         texts = [Text.assemble((f"{name} ", "dim"), value) for name, value in cells.items()]
@@ -125,6 +125,12 @@ def step_cells(record: StepRecord) -> dict[str, str]:
     return cells
 
 
+def evaluation_cells(values: Mapping[str, float]) -> dict[str, str]:
+    """The results of an evaluation that a person watches; the number of tokens and the unigram model are left out."""
+    hidden = ("tokens", "unigram_loss", "unigram_bits_per_byte")
+    return {name: f"{value:.4g}" for name, value in values.items() if not name.endswith(hidden)}
+
+
 def step_line(record: StepRecord, total_steps: int, seconds_left: float | None) -> str:
     """One line for logs and pipes."""
     numbers = "  ".join(f"{name} {value}" for name, value in step_cells(record).items())
@@ -132,7 +138,9 @@ def step_line(record: StepRecord, total_steps: int, seconds_left: float | None) 
 
 
 def _time_left(seconds: float | None) -> str:
-    return "?" if seconds is None else units.duration(seconds)
+    if seconds is None:
+        return "?"
+    return units.duration(seconds) if seconds else "nothing"
 
 
 class _Eta:

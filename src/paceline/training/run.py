@@ -40,7 +40,7 @@ from paceline.training.samples import draw_samples, keep_tokenizer
 from paceline.training.setup import Parts, build_meter, build_parts, rates
 from paceline.training.summary import Summary, summarize
 from paceline.training.trainer import Progress, Trainer
-from paceline.training.validate import Evaluation, Evaluator
+from paceline.training.validate import Evaluation, Evaluator, with_prefix
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class _Run:
             log.info("going on from %s", checkpoint.folder)
             self._phase("checkpoint")
         elif self.config.model.init_from:
-            CheckpointSource(Path(self.config.model.init_from)).fill(parts.engine.weights())
+            CheckpointSource(Path(self.config.model.init_from), ranks=self.ranks).fill(parts.engine.weights())
             parts.engine.publish_weights()
             log.info("weights from %s; optimizer, schedule and data start anew", self.config.model.init_from)
             self._phase("weights")
@@ -248,7 +248,10 @@ class _Run:
         if self.info.is_main:
             name = "test" if test is not None else "valid"
             self.folder.write_event(
-                "evaluation", step=self.config.train.steps, split=name, whole=True, **evaluation.values()
+                "evaluation",
+                step=self.config.train.steps,
+                whole=True,
+                **with_prefix(name, evaluation.values()),
             )
         return evaluation
 

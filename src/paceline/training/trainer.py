@@ -99,6 +99,8 @@ class Trainer:
                 # one vote a step: a signal, or a row of skipped steps, may be known to one rank and not yet to another
                 if any_rank(bool(stop) or self._has_failed()):
                     self._refuse_nonfinite()
+                    if self.progress.step == self.config.train.steps:
+                        break  # a stop at the last step stops nothing
                     self._save_last()
                     return stop.reason or "another rank was asked to stop"
         if self.config.checkpoint.save_last:
