@@ -46,7 +46,7 @@ def test_lines_without_a_terminal() -> None:
         "MFU 42.5 % of 989 TFLOP/s  memory 0.25 GiB  waiting for data 50.0 %  left 30.0 s"
     )
     assert lines[2:] == [
-        "evaluation at step 5: loss 2.2500",
+        "evaluation at step 5: loss 2.25",
         "checkpoint of step 5: runs/demo/checkpoints/5",
         "stopped after step 5: SIGTERM",
     ]
@@ -62,7 +62,7 @@ def test_live_on_a_terminal() -> None:
         "step 5 of 20",
         "loss 2.5000",
         "MFU 42.5 %",
-        "eval loss 2.2500",
+        "loss 2.25",
         "left 30.0 s",
         "stopped after step 5",
     ):
