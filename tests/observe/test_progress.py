@@ -31,7 +31,7 @@ def play(hook: ProgressHook, clock: Clock) -> None:
     )
     hook.on_step_end(StepEnd(step=4))
     clock.now = 10.0
-    hook.on_step_end(StepEnd(step=5, record=RECORD, evaluation={"loss": 2.25}))
+    hook.on_step_end(StepEnd(step=5, record=RECORD, evaluation={"valid/loss": 2.25, "valid/tokens": 64.0}))
     hook.on_checkpoint(CheckpointSaved(step=5, path=Path("runs/demo/checkpoints/5")))
     hook.on_end(RunEnd(step=5, reason="SIGTERM"))
 
@@ -46,7 +46,7 @@ def test_lines_without_a_terminal() -> None:
         "MFU 42.5 % of 989 TFLOP/s  memory 0.25 GiB  waiting for data 50.0 %  left 30.0 s"
     )
     assert lines[2:] == [
-        "evaluation at step 5: loss 2.25",
+        "evaluation at step 5: valid/loss 2.25",
         "checkpoint of step 5: runs/demo/checkpoints/5",
         "stopped after step 5: SIGTERM",
     ]
@@ -62,7 +62,7 @@ def test_live_on_a_terminal() -> None:
         "step 5 of 20",
         "loss 2.5000",
         "MFU 42.5 %",
-        "loss 2.25",
+        "valid/loss 2.25",
         "left 30.0 s",
         "stopped after step 5",
     ):
