@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.cross_entropy import IGNORE_INDEX, ChunkedHeadLoss, HeadLoss, PlainHeadLoss, head_logits
+from paceline.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    ChunkedHeadLoss,
+    HeadLoss,
+    PlainHeadLoss,
+    fusible_slice_loss,
+    head_logits,
+    slice_loss,
+)
 
 
 def inputs(tokens: int = 50, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,6 +43,43 @@ def test_chunked_equals_plain(chunk: int, softcap: float, factor: float) -> None
     chunked = run(ChunkedHeadLoss(chunk_tokens=chunk), *inputs(), factor, softcap)
     torch.testing.assert_close(chunked, plain, atol=1e-5 * abs(factor), rtol=1e-5)
     assert int(plain[1]) == 50 - 8
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fusible_form_equals_the_plain_one(softcap: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(33, 77, generator=generator) * 4).to(dtype)
+    _, _, labels = inputs(33)
+    plain, fusible = (form(logits.clone(), labels, softcap) for form in (slice_loss, fusible_slice_loss))
+    torch.testing.assert_close(fusible, plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_compiled_equals_plain(softcap: float) -> None:
+    """Inductor on the CPU; 50 tokens leave a shorter last slice."""
+    plain = run(PlainHeadLoss(), *inputs(), 0.5, softcap)
+    compiled = run(ChunkedHeadLoss(chunk_tokens=16, compiled=True), *inputs(), 0.5, softcap)
+    torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_compiled_equals_plain_on_a_gpu(softcap: float) -> None:
+    """bf16 hidden states; the plain twin reads the same bf16 logits."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    hidden, weight = (
+        torch.randn(rows, 256, device="cuda", generator=generator).to(torch.bfloat16) for rows in (1000, 5003)
+    )
+    labels = torch.randint(0, 5003, (1000,), device="cuda", generator=generator)
+    labels[::9] = IGNORE_INDEX
+    plain = run(ChunkedHeadLoss(chunk_tokens=300), hidden, weight * 0.1, labels, 1.0, softcap)
+    compiled = run(ChunkedHeadLoss(chunk_tokens=300, compiled=True), hidden, weight * 0.1, labels, 1.0, softcap)
+    torch.testing.assert_close(compiled[:2], plain[:2], atol=0, rtol=1e-5)
+    for ours, reference in zip(compiled[2:], plain[2:], strict=True):
+        # a rounding of bf16 may fall the other way
+        assert (ours - reference).float().norm() <= 1e-3 * reference.float().norm()
 
 
 def test_plain_is_torchs() -> None:

@@ -50,7 +50,7 @@ class ParallelConfig(Section):
     recompute: RecomputeMode | tuple[RecomputeMode, ...] = "none"
     """What backward computes again instead of storing: `none`, `selective`, `full`, or one of these for each layer."""
     compile: bool = False
-    """Compile each block with torch.compile: one graph, used by every layer."""
+    """Compile each block (one graph, used by every layer) and the chunked loss with torch.compile."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lives in pinned host memory: `optimizer` = masters and moments; `parameters` = also sharded parameters."""
 

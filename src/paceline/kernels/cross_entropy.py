@@ -5,6 +5,8 @@ Dims: N tokens, C hidden, V vocabulary. Labels of IGNORE_INDEX have no loss and 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,11 +49,14 @@ class ChunkedHeadLoss:
     """
 
     chunk_tokens: int = 2048
+    compiled: bool = False
+    """Fuse what lies between the matrix products with torch.compile."""
 
     def __call__(
         self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        loss_sum = _ChunkedLoss.apply(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap)
+        of_slice = compiled_slice_loss() if self.compiled else slice_loss
+        loss_sum = _ChunkedLoss.apply(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap, of_slice)
         return loss_sum, (labels_N != IGNORE_INDEX).sum()
 
 
@@ -66,7 +71,13 @@ def head_logits(hidden_NC: Tensor, weight_VC: Tensor, *, logit_softcap: float = 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_tokens: int, logit_softcap: float
+        ctx: Any,
+        hidden_NC: Tensor,
+        weight_VC: Tensor,
+        labels_N: Tensor,
+        chunk_tokens: int,
+        logit_softcap: float,
+        of_slice: SliceLoss,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
@@ -74,12 +85,12 @@ class _ChunkedLoss(torch.autograd.Function):
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
         for start in range(0, hidden_NC.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            loss, grad_logits_nV = _loss_and_gradient(
-                hidden_NC[part], weight_VC, labels_N[part], logit_softcap, wants_hidden or wants_weight
-            )
-            loss_sum += loss
-            if grad_logits_nV is None:
+            logits_nV = hidden_NC[part] @ weight_VC.T
+            if not (wants_hidden or wants_weight):
+                loss_sum += _slice_loss_alone(logits_nV, labels_N[part], logit_softcap)
                 continue
+            loss, grad_logits_nV = of_slice(logits_nV, labels_N[part], logit_softcap)
+            loss_sum += loss
             if grad_hidden_NC is not None:
                 torch.mm(grad_logits_nV, weight_VC, out=grad_hidden_NC[part])
             if grad_weight_VC is not None:
@@ -97,24 +108,54 @@ class _ChunkedLoss(torch.autograd.Function):
         for gradient in (grad_hidden_NC, grad_weight_VC):
             if gradient is not None:
                 gradient.mul_(grad_output)
-        return grad_hidden_NC, grad_weight_VC, None, None, None
+        return grad_hidden_NC, grad_weight_VC, None, None, None, None
 
 
-def _loss_and_gradient(
-    hidden_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, logit_softcap: float, wants_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Loss of a slice, and its gradient with respect to the logits in the dtype of the hidden states."""
-    logits_nV = (hidden_nC @ weight_VC.T).float()
+SliceLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(logits [n, V], labels [n], softcap) -> (fp32 sum of losses, gradient with respect to the logits in their dtype)."""
+
+
+def slice_loss(logits_nV: Tensor, labels_n: Tensor, logit_softcap: float) -> tuple[Tensor, Tensor]:
+    """Loss of a slice and its gradient, operator by operator: about ten passes over the logits in fp32."""
+    logits_nV, dtype = logits_nV.float(), logits_nV.dtype
     capped_nV = logit_softcap * torch.tanh(logits_nV / logit_softcap) if logit_softcap else logits_nV
     kept_n1 = (labels_n != IGNORE_INDEX)[:, None]
     index_n1 = labels_n[:, None].clamp_min(0)
     lse_n1 = capped_nV.logsumexp(-1, keepdim=True)
     loss = ((lse_n1 - capped_nV.gather(1, index_n1)) * kept_n1).sum()
-    if not wants_gradient:
-        return loss, None
     gradient_nV = (capped_nV - lse_n1).exp_()
     gradient_nV.scatter_add_(1, index_n1, torch.full_like(lse_n1, -1.0))
     gradient_nV.mul_(kept_n1)
     if logit_softcap:
         gradient_nV.mul_(1.0 - (capped_nV / logit_softcap).square())
-    return loss, gradient_nV.to(hidden_nC.dtype)
+    return loss, gradient_nV.to(dtype)
+
+
+def _slice_loss_alone(logits_nV: Tensor, labels_n: Tensor, logit_softcap: float) -> Tensor:
+    logits_nV = logits_nV.float()
+    capped_nV = logit_softcap * torch.tanh(logits_nV / logit_softcap) if logit_softcap else logits_nV
+    return F.cross_entropy(capped_nV, labels_n, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def fusible_slice_loss(logits_nV: Tensor, labels_n: Tensor, logit_softcap: float) -> tuple[Tensor, Tensor]:
+    """The same without scatters and in-place steps, so that a compiler fuses it into a reduction and one write.
+
+    An element is read in the logits' own dtype and written once as its gradient; nothing of size [n, V] lies between.
+    """
+    capped_nV = logits_nV.float()
+    if logit_softcap:
+        capped_nV = logit_softcap * torch.tanh(capped_nV / logit_softcap)
+    kept_n1 = (labels_n != IGNORE_INDEX)[:, None]
+    lse_n1 = capped_nV.logsumexp(-1, keepdim=True)
+    loss = ((lse_n1 - capped_nV.gather(1, labels_n[:, None].clamp_min(0))) * kept_n1).sum()
+    is_label_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device)[None] == labels_n[:, None]
+    gradient_nV = ((capped_nV - lse_n1).exp() - is_label_nV.float()) * kept_n1
+    if logit_softcap:
+        gradient_nV = gradient_nV * (1.0 - (capped_nV / logit_softcap).square())
+    return loss, gradient_nV.to(logits_nV.dtype)
+
+
+@functools.cache
+def compiled_slice_loss() -> SliceLoss:
+    """`fusible_slice_loss` through torch.compile; compiled at its first call, once for each size of slice."""
+    return torch.compile(fusible_slice_loss, dynamic=False)

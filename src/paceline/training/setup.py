@@ -69,7 +69,7 @@ def build_parts(config: RunConfig, registry: Registry, info: ProcessInfo, device
 def build_model(config: RunConfig, device: torch.device | str = "meta") -> Transformer:
     """The plain model of the recipe, with the kernels that `[train]` names."""
     train = config.train
-    chunked = ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens)
+    chunked = ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens, compiled=config.parallel.compile)
     return Transformer(
         config.model,
         device=device,
