@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distributed import run as on_ranks
@@ -93,8 +94,6 @@ def test_killed_at_any_moment_the_same_command_goes_on(data: str, tmp_path: Path
 
 
 def _kill_family(process: subprocess.Popen[bytes]) -> None:
-    import psutil
-
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
         member.send_signal(signal.SIGKILL)
@@ -102,7 +101,13 @@ def _kill_family(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-def test_sigterm_saves_and_ends_cleanly(data: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_launcher_saves_and_ends_all_processes(
+    number: signal.Signals, exit_code: int, data: str, tmp_path: Path
+) -> None:
+    """Also SIGKILL, which the launcher cannot pass on: its processes notice that it is gone."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("")
     overrides = runs.tiny(tmp_path / "run", data, "checkpoint.interval=0", steps=100000)
@@ -115,9 +120,12 @@ def test_sigterm_saves_and_ends_cleanly(data: str, tmp_path: Path) -> None:
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output.decode()
+    assert process.returncode == exit_code, output.decode()
+    assert not psutil.wait_procs(family, timeout=30)[1], "processes outlived their launcher"
+    assert (b"Ctrl-C again" in output) == (number == signal.SIGINT)
     last = runs.read_metrics(tmp_path / "run")[-1].step
     assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "manifest.json").exists()
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

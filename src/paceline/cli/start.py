@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, load_recipe
 from paceline.errors import ConfigError, LaunchError
+from paceline.observe.events import read_events
 from paceline.runtime.launcher import ProcessInfo, process_info
 
 
@@ -41,10 +43,21 @@ def start(
     if world_size > 1 and info.launcher == "single":
         from paceline.runtime.elastic import start_local
 
-        code = start_local(arguments, world_size, use_gpus=loaded.config.cluster.device != "cpu")
-        _tell_signal(code)
-        return code
+        ended = start_local(arguments, world_size, use_gpus=loaded.config.cluster.device != "cpu")
+        _tell_signal(ended.code)
+        interrupted = ended.signal == signal.SIGINT and _was_stopped(loaded)
+        return 128 + signal.SIGINT if interrupted and not ended.code else ended.code
+    if info.launcher != "single":
+        from paceline.runtime.elastic import end_with_launcher
+
+        end_with_launcher()
     return body(loaded, info)
+
+
+def _was_stopped(recipe: Recipe) -> bool:
+    """Whether the run ended before its last step: a Ctrl-C at the very end interrupts nothing."""
+    events = Path(recipe.config.run.folder) / "events.jsonl"
+    return not events.is_file() or read_events(events)[-1]["event"] != "end"
 
 
 def _tell_signal(code: int) -> None:

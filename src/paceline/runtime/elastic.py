@@ -1,11 +1,13 @@
 """Starts the processes of this machine, through torch's own elastic launcher.
 
 Each process runs the same command line again, with the environment that torchrun would give it; a process that fails
-ends the others. Signals are passed on and waited for, so that a run that is asked to stop can save first.
+ends the others. Signals are passed on and waited for, so that a run that is asked to stop can save first. Processes do
+not outlive the launcher: if it is killed, they are asked to stop as by SIGTERM.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -20,12 +23,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.errors import LaunchError
+from paceline.runtime.signals import STOPPING, stop_signals, tell_terminal
+
+PARENT = "PACELINE_LAUNCHER_PID"
+"""Environment variable that tells a process which launcher it belongs to."""
 
 
-def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool = True) -> int:
-    """Runs ``paceline ARGUMENTS`` in ``num_processes`` processes of this machine and returns the exit code.
+class Ended(NamedTuple):
+    """How the processes ended."""
 
-    The exit code is 0, the code of the first process that failed, or 130 after Ctrl-C.
+    code: int
+    """0, or the code of the first process that failed; 128 + the signal that ended it."""
+    signal: int
+    """The first signal that the launcher was sent, 0 = none."""
+
+
+def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool = True) -> Ended:
+    """Runs ``paceline ARGUMENTS`` in ``num_processes`` processes of this machine and waits for their end.
 
     Raises:
         LaunchError: there are GPUs, but fewer than processes.
@@ -47,9 +61,10 @@ def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool 
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        # not SIGTERM and SIGINT: the launcher would kill processes that are still saving
-        signals_to_handle="SIGHUP",
+        # none that asks a run to stop: torch's launcher would kill processes that are still saving
+        signals_to_handle="SIGQUIT",
     )
+    os.environ[PARENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     with _pass_signals_on() as received:
         try:
@@ -57,8 +72,20 @@ def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool 
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             # a negative code is the signal that ended the process; the shell's convention is 128 + signal
-            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return 128 + signal.SIGINT if signal.SIGINT in received else 0
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            return Ended(code, received[0] if received else 0)
+    return Ended(0, received[0] if received else 0)
+
+
+def end_with_launcher() -> None:
+    """In a process that `start_local` started: asks the kernel for SIGTERM when the launcher ends. Linux only."""
+    parent = os.environ.get(PARENT)
+    if parent is None or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>; Python has no call of its own
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it ended before the call
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
@@ -66,13 +93,14 @@ def _pass_signals_on() -> Iterator[list[int]]:
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        # a terminal sends Ctrl-C to every process of the group itself; a second copy would mean "at once"
-        if number == signal.SIGTERM:
-            for child in psutil.Process().children():
-                child.send_signal(number)
+        # torch starts each process in a session of its own: the terminal's Ctrl-C reaches the launcher alone
+        if number == signal.SIGINT and number not in received:
+            tell_terminal(STOPPING)
         received.append(number)
+        for child in psutil.Process().children():
+            child.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         yield received
     finally:

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+STOPPING = "\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, SIGINT and SIGHUP (a closed terminal); not SIGHUP where it is ignored, as under ``nohup``."""
+    heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return tuple(number for number in heard if signal.getsignal(number) != signal.SIG_IGN)
+
+
+def tell_terminal(text: str) -> None:
+    """Writes to standard error from within a signal handler, where Python's own files may be in use."""
+    os.write(2, text.encode())
+
 
 class StopRequest:
-    """Turns SIGTERM and SIGINT into a flag that the training loop polls between two steps.
+    """Turns SIGTERM, SIGINT and SIGHUP into a flag that the training loop polls between two steps.
 
     Used as a context manager around the loop; the handlers that were there before are restored at its end. The first
     signal sets the flag, so that the step can end and a checkpoint be written. A second SIGINT raises
     ``KeyboardInterrupt``: the way out when the step itself hangs. Outside the main thread Python allows no handlers;
     the flag then can only be set by ``request``.
+
+    Args:
+        announce: tell the terminal at the first SIGINT what will happen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, announce: bool = False) -> None:
+        self._announce = announce
         self._signal: int | None = None
         self._reason = ""
         self._previous: dict[int, Any] = {}
@@ -27,7 +45,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """``"SIGTERM"``, ``"SIGINT"``, what ``request`` was told, or empty."""
+        """``"SIGTERM"``, ``"SIGINT"``, ``"SIGHUP"``, what ``request`` was told, or empty."""
         return self._reason
 
     @property
@@ -40,7 +58,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -55,5 +73,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and self._announce:
+            tell_terminal(STOPPING)
         self._signal = number
         self.request(signal.Signals(number).name)

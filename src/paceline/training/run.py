@@ -56,9 +56,14 @@ def run_recipe(recipe: Recipe, info: ProcessInfo) -> int:
     refuse_errors(findings)
     device = choose_device(info, config.cluster.device)
     set_deterministic(config.run.deterministic)
-    with StopRequest() as stop, process_group(info, device, timeout_seconds=config.cluster.timeout_seconds):
+    alone = info.launcher == "single"
+    with (
+        StopRequest(announce=alone) as stop,
+        process_group(info, device, timeout_seconds=config.cluster.timeout_seconds),
+    ):
         run_in_group(recipe, info, device, stop, findings)
-    return stop.exit_code
+    # a launcher takes any other code than 0 for a failure, and ends processes that are still at work
+    return stop.exit_code if alone else 0
 
 
 def run_in_group(
