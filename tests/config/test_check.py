@@ -55,5 +55,9 @@ def test_refusals(override: str, words: str) -> None:
 
 
 def test_several_errors_are_told_together() -> None:
-    error = refused(1, "train.precision=fp8", "train.seq_len=8192")
-    assert "fp8" in error.subject and "8192" in error.next_step
+    error = refused(2, "train.global_batch_size=3", "train.seq_len=8192")
+    assert "8192" in error.subject and "global_batch_size = 3" in error.next_step
+
+
+def test_what_is_not_there_is_told_before_how_it_would_fit() -> None:
+    assert "parallel.tp = 2 is not available" in refused(1, "parallel.tp=2").subject

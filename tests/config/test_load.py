@@ -145,3 +145,19 @@ def test_a_plugin_that_is_not_there_is_refused(name: str) -> None:
 def test_a_plugin_without_register_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="register"):
         resolve({"run": {"plugins": [str(write(tmp_path, "empty_plugin.py", ""))]}})
+
+
+def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
+    plugin = write(tmp_path, "one.py", "def register(registry):\n    pass\n")
+    config = resolve({}, [f"run.plugins={plugin}", "checkpoint.allow_change=lr"]).config
+    assert config.run.plugins == (str(plugin),) and config.checkpoint.allow_change == ("lr",)
+
+
+def test_a_run_folder_in_place_of_a_recipe_is_told_apart(tmp_path: Path) -> None:
+    write(tmp_path, "recipe.toml", "")
+    with pytest.raises(ConfigError) as error:
+        load_recipe(tmp_path)
+    assert str(tmp_path / "recipe.toml") in error.value.next_step
+    with pytest.raises(ConfigError) as error:
+        parse_override("steps=5")
+    assert "train.steps=5" in error.value.next_step

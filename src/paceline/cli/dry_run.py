@@ -6,10 +6,13 @@ from rich.console import Console
 
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe
+from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import find_hardware, hardware_names
 from paceline.costs.layers import count_parameters, training_flops_per_token
 from paceline.costs.memory import MemoryEstimate, estimate
+from paceline.data.indexed import IndexedDataset
+from paceline.data.sidecar import read_sidecar
 from paceline.errors import ConfigError
 from paceline.report import units
 from paceline.report.console import make_console, print_findings, print_table
@@ -44,6 +47,7 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
     world_size = nproc or process_info().world_size
     findings = check(config, recipe.registry, world_size)
     refuse_errors(findings)
+    _check_data(config, recipe.registry)
     memory = estimate(config, world_size)
     console = make_console()
     print_table(console, _work(config, world_size))
@@ -55,6 +59,33 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
         console.print()
         print_findings(console, findings)
     _end(console, config)
+
+
+def _check_data(config: RunConfig, registry: Registry) -> None:
+    """Opens every dataset: there, whole, long enough for a sequence, and of a vocabulary that fits the model.
+
+    Raises:
+        DataError, ConfigError: as the run itself would.
+    """
+    for value in (config.data.train, config.data.valid, config.data.test):
+        paths = [value] if isinstance(value, str) else [source.path for source in value]
+        for path in paths:
+            if path in ("", "synthetic") or path.partition(":")[0] in registry.data_sources:
+                continue
+            tokens = int(IndexedDataset(path).lengths.sum(dtype="int64"))
+            sidecar = read_sidecar(path)
+            if sidecar is not None and sidecar.vocab_size > config.model.vocab_size:
+                raise ConfigError(
+                    f"the vocabulary of {path}, {sidecar.vocab_size:,}, is larger than model.vocab_size = "
+                    f"{config.model.vocab_size:,}",
+                    next_step=f"Set model.vocab_size to at least {sidecar.vocab_size}.",
+                )
+            if tokens <= config.train.seq_len:
+                raise ConfigError(
+                    f"{path} holds {tokens:,} tokens, not enough for one sequence of train.seq_len = "
+                    f"{config.train.seq_len:,} and its next token",
+                    next_step=f"Set train.seq_len below {tokens}, or build a larger dataset.",
+                )
 
 
 def _work(config: RunConfig, world_size: int) -> Table:

@@ -74,6 +74,9 @@ def _register(verbs: tuple[str, ...]) -> None:
 
 def main() -> None:
     """Runs the command line; errors meant for the user are printed without a stack trace."""
+    if sys.argv[1:2] == ["help"]:
+        sys.argv[1:2] = ["--help"] if not sys.argv[2:] else []
+        sys.argv += ["--help"] * ("--help" not in sys.argv)
     asked = next((argument for argument in sys.argv[1:] if argument in VERBS), None)
     _register((asked,) if asked else VERBS)
     try:

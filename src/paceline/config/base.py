@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+Item = TypeVar("Item")
+
+
+def _one_is_a_list(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Several = Annotated[tuple[Item, ...], BeforeValidator(_one_is_a_list)]
+"""A list of texts; a single text is a list of one: ``--set run.plugins=mine.py``."""
 
 
 class Section(BaseModel):

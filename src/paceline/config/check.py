@@ -20,8 +20,11 @@ def check(config: RunConfig, registry: Registry, world_size: int) -> list[Findin
     Raises:
         ConfigError: the degrees of `[parallel]` do not make the world size.
     """
+    missing = list(_not_yet(config, registry))
+    if missing:
+        # first: what is not there cannot be made to fit either
+        return missing
     return [
-        *_not_yet(config, registry),
         *_lengths(config),
         *_recompute(config),
         *_batch(config, config.parallel.dp_degree(world_size)),
@@ -99,13 +102,13 @@ def _batch(config: RunConfig, dp: int) -> Iterator[Finding]:
     portion = micro * dp
     if whole % portion:
         below = whole // portion * portion
-        nearest = " and ".join(str(value) for value in (below, below + portion) if value)
+        nearest = [str(value) for value in (below, below + portion) if value]
         yield _error(
             "config.batch",
             f"train.global_batch_size = {whole} is not a multiple of micro_batch_size {micro} x {dp} "
             f"data-parallel ranks = {portion}",
             "Every rank computes the same number of micro-batches in a step.",
-            f"The nearest global batch sizes are {nearest}.",
+            f"The nearest global batch size{'s are' if len(nearest) > 1 else ' is'} {' and '.join(nearest)}.",
         )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.base import Section
+from paceline.config.base import Section, Several
 
 Change = Literal["lr", "batch", "data"]
 
@@ -26,5 +26,5 @@ class CheckpointConfig(Section):
     """Write in the background; the step only waits for the copy to host memory."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on from the newest whole checkpoint of the run folder, if there is one."""
-    allow_change: tuple[Change, ...] = ()
+    allow_change: Several[Change] = ()
     """What a resumed run may change on purpose: `lr` (the whole schedule), `batch`, `data`."""

@@ -69,7 +69,9 @@ def read_tables(path: Path, above: tuple[Path, ...] = ()) -> Tables:
             next_step="Mend that line. Text values need quotes; tables look like [train].",
         ) from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read", evidence=str(error), next_step="Give a recipe file.") from error
+        inside = path / "recipe.toml"
+        step = f"A run folder's recipe is {inside}." if inside.is_file() else "Give a recipe file."
+        raise ConfigError(f"{path} cannot be read", evidence=str(error), next_step=step) from error
     parent = tables.pop("extends", None)
     if parent is None:
         return tables
@@ -99,8 +101,10 @@ def parse_override(text: str) -> Tables:
     key, equals, raw = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
+        known = [name for name in field_names(RunConfig) if name.endswith(f".{key.strip()}")] if equals else []
         raise ConfigError(
-            f"--set {text!r} is not of the form section.key=value", next_step="For example: --set train.steps=100"
+            f"--set {text!r} is not of the form section.key=value",
+            next_step=f"Did you mean --set {known[0]}={raw}?" if known else "For example: --set train.steps=100",
         )
     value: Any = _parse_value(raw.strip())
     for part in reversed(parts):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.base import Section
+from paceline.config.base import Section, Several
 
 
 class ObserveConfig(Section):
@@ -27,7 +27,7 @@ class ObserveConfig(Section):
     """Peak of one device for MFU; 0 = the datasheet's dense figure for this device and precision, if it is known."""
     progress: Literal["auto", "live", "lines", "none"] = "auto"
     """What the terminal shows: a live display on a terminal, else a line per logged step."""
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: Several[str] = ()
     """At the end of the run the model continues these texts; empty = no samples."""
     sample_tokens: int = Field(100, ge=1)
     """Tokens of such a sample."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -59,14 +59,14 @@ class Registry:
         table[name] = value
 
 
-def load_plugins(names: tuple[str, ...] | list[str]) -> Registry:
+def load_plugins(names: Sequence[str] | str) -> Registry:
     """Imports each plugin and lets it register.
 
     Raises:
         ConfigError: a plugin cannot be found or imported, or has no ``register`` function.
     """
     registry = Registry()
-    for name in names:
+    for name in [names] if isinstance(names, str) else names:
         module = _import(name)
         register = getattr(module, "register", None)
         if not callable(register):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from paceline.config.base import Section
+from paceline.config.base import Section, Several
 from paceline.config.checkpoint import CheckpointConfig
 from paceline.config.cluster import ClusterConfig
 from paceline.config.data import DataConfig
@@ -27,7 +27,7 @@ class RunSection(Section):
     """Decides weights, order of samples and dropout."""
     deterministic: bool = False
     """Only kernels that give the same bits every time; slower on GPUs."""
-    plugins: tuple[str, ...] = ()
+    plugins: Several[str] = ()
     """Python modules, or paths of .py files, that register presets, data sources, tasks or hooks."""
 
     @property
