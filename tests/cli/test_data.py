@@ -76,6 +76,22 @@ def test_verify_finds_damage(texts: Path, tmp_path: Path) -> None:
     fails("no such file", "verify", tmp_path / "nothing")
 
 
+def test_paths_that_newcomers_give(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call("build", texts / "00.txt", "-o", "data/d.bin", "-t", "byte")
+    for name in ("data/d", "data/d.bin", "data/d.idx"):
+        assert "1 document, 1 sequence," in call("verify", name)
+        assert "document 0:" in call("inspect", name)
+    assert "data/d" in fails("data is a folder, not a dataset", "inspect", "data").evidence
+    assert f"relative to {tmp_path}" in fails("no such file", "verify", "other/d.bin").evidence
+    (tmp_path / "mine.toml").write_text("[run]")
+    for name in ("mine.toml", "gpt2"):
+        error = fails("tokenizer", "build", texts, "-o", "data/e", "-t", name)
+        assert "src/" not in str(error) and "tokenizer.json" in error.next_step
+    assert "gives only" in call("train-tokenizer", texts, "-o", "t.json", "--vocab-size", 400000)
+    assert "default: -1" not in call("inspect", "--help")
+
+
 def test_description_of_another_build(texts: Path, tmp_path: Path) -> None:
     call("build", texts, "-o", tmp_path / "d", "-t", "byte")
     path = tmp_path / "d.json"

@@ -217,8 +217,20 @@ def test_rebuilding_replaces_all_files(tmp_path: Path) -> None:
 
 def test_unwritable_output(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="cannot be written") as caught:
         build(write_jsonl(tmp_path / "a.jsonl", ["one"]), tmp_path / "file" / "out")
+    assert "file is a file, a folder is needed" in caught.value.evidence and "space" not in caught.value.next_step
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="data is a folder") as caught:
+        build(tmp_path / "a.jsonl", tmp_path / "data")
+    assert "data/NAME" in caught.value.next_step
+
+
+def test_the_key_that_is_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "7", "content": "some text"}\n' * 9)
+    with pytest.raises(DataError, match="could not be read") as caught:
+        build(tmp_path / "a.jsonl", tmp_path / "out")
+    assert "--json-key content or --json-key id" in caught.value.next_step
 
 
 def test_full_disk(tmp_path: Path) -> None:

@@ -110,12 +110,44 @@ def test_cut_short(tmp_path: Path, suffix: str) -> None:
     text = jsonl(["".join(random.Random(i).choices("abcdefgh ", k=200)) for i in range(500)])
     packed = gzip.compress(text) if suffix == ".gz" else zstandard.compress(text)
     (tmp_path / f"a.jsonl{suffix}").write_bytes(packed[: len(packed) // 2])
-    if suffix == ".gz":
-        with pytest.raises(DataError, match="damaged or cut short"):
-            read(tmp_path / f"a.jsonl{suffix}")
+    with pytest.raises(DataError, match="damaged or cut short"):
+        read(tmp_path / f"a.jsonl{suffix}")
     (tmp_path / f"b.jsonl{suffix}").write_bytes(b"plain text")
     with pytest.raises(DataError, match="damaged or cut short"):
         read(tmp_path / f"b.jsonl{suffix}")
+
+
+def test_every_cut_of_a_zstd_file_is_found() -> None:
+    import io
+
+    from paceline.data.zstd_frames import WholeFrames
+
+    with_checksum = zstandard.ZstdCompressor(write_checksum=True, write_content_size=False)
+    frames = [
+        zstandard.compress(b"one " * 9),
+        b"\x53\x2a\x4d\x18\x03\x00\x00\x00abc",
+        with_checksum.compress(bytes(500_000)),
+    ]
+    whole = b"".join(frames)
+    ends = {0, len(frames[0]), len(frames[0]) + len(frames[1]), len(whole)}
+    for cut in range(len(whole) + 1):
+        for step in (1, 7, 1 << 20):
+            source = WholeFrames(io.BytesIO(whole[:cut]))
+            try:
+                while source.read(step):
+                    pass
+                assert cut in ends
+            except EOFError:
+                assert cut not in ends
+
+
+@pytest.mark.parametrize("text", ["plain \U0001f642 \\n é", "\U0001f642" * 3, 'quo"te'])
+def test_long_lines_are_read_like_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    lines = [json.dumps({"text": text, "é": "x"}, ensure_ascii=False).encode(), b'{"text": "\xc3\xa9", "b": "\xff"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    short = read(tmp_path / "a.jsonl")
+    monkeypatch.setattr("paceline.data.readers.LONG_LINE", 8)
+    assert read(tmp_path / "a.jsonl") == short and short[0] == [text] and short[1][0].kind == "invalid UTF-8"
 
 
 def test_finding_files(tmp_path: Path) -> None:

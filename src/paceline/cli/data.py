@@ -36,6 +36,11 @@ TokenizerName = Annotated[
 EodToken = Annotated[str, typer.Option(help="Name of the end-of-document token; default: looked for by common names.")]
 
 
+def _many(number: int, what: str) -> str:
+    """``1 file``, ``2,000 files``"""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -60,7 +65,9 @@ def build(
     max_skipped_share: Annotated[
         float, typer.Option(help="Fail when more than this share of the documents cannot be read.")
     ] = 0.05,
-    workers: Annotated[int, typer.Option("--workers", "-w", help="Processes; 0 = one a core.")] = 0,
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", help="Processes; default: one a core.", show_default=False)
+    ] = 0,
 ) -> None:
     """Read raw text, tokenize it in parallel and write a dataset.
 
@@ -160,15 +167,15 @@ def _print_summary(console: Console, summary: BuildSummary) -> None:
 
     for prefix, sidecar in summary.datasets.items():
         console.print(
-            f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens, "
+            f"{prefix}: {_many(sidecar.documents, 'document')}, {_many(sidecar.tokens, 'token')}, "
             f"{sidecar.bytes_per_token:.2f} bytes a token, vocabulary {sidecar.vocab_size:,}",
             markup=False,
         )
     rate = units.rate(summary.tokens / summary.seconds, "tokens")
-    console.print(f"{summary.num_files:,} files in {units.duration(summary.seconds)}, {rate}")
+    console.print(f"{_many(summary.num_files, 'file')} in {units.duration(summary.seconds)}, {rate}")
     total = summary.documents + summary.num_empty + sum(summary.skipped.values())
     if summary.num_empty:
-        console.print(f"empty and skipped: {summary.num_empty:,} of {total:,} documents")
+        console.print(f"empty and skipped: {summary.num_empty:,} of {_many(total, 'document')}")
     if summary.num_exact_duplicates or summary.num_near_duplicates:
         exact, near = summary.num_exact_duplicates, summary.num_near_duplicates
         console.print(f"duplicates dropped: {exact:,} exact, {near:,} near")
@@ -179,9 +186,9 @@ def _print_summary(console: Console, summary: BuildSummary) -> None:
 
 @app.command()
 def inspect(
-    prefix: Annotated[str, typer.Argument(help="Dataset, without .bin or .idx.")],
+    prefix: Annotated[str, typer.Argument(help="Dataset: the path without .bin or .idx.")],
     samples: Annotated[int, typer.Option(help="Documents to show, spread evenly over the dataset.")] = 3,
-    document: Annotated[int, typer.Option(help="Show this document instead.")] = -1,
+    document: Annotated[int, typer.Option(help="Show this document instead; from 0.", show_default=False)] = -1,
     tokens: Annotated[int, typer.Option(help="Tokens to show of each.")] = 60,
     tokenizer: Annotated[str, typer.Option(help="For decoding; default: the one that the dataset names.")] = "",
 ) -> None:
@@ -208,8 +215,8 @@ def inspect(
     sidecar = read_sidecar(dataset.prefix)
     size = dataset.num_tokens * dataset.dtype.itemsize
     console.print(
-        f"{dataset.prefix}: {dataset.num_documents:,} documents in {len(dataset):,} sequences, "
-        f"{dataset.num_tokens:,} tokens ({dataset.dtype.name}, {units.size(size)})",
+        f"{dataset.prefix}: {_many(dataset.num_documents, 'document')} in {_many(len(dataset), 'sequence')}, "
+        f"{_many(dataset.num_tokens, 'token')} ({dataset.dtype.name}, {units.size(size)})",
         markup=False,
     )
     lengths = length_report(dataset)
@@ -246,7 +253,10 @@ def _percentile(p: int) -> str:
 def verify(
     prefixes: Annotated[list[str], typer.Argument(help="Datasets, without .bin or .idx.")],
     vocab_size: Annotated[
-        int, typer.Option(help="Vocabulary that all ids must lie in; default: the one that the dataset names.")
+        int,
+        typer.Option(
+            help="Vocabulary that all ids must lie in; default: the one that the dataset names.", show_default=False
+        ),
     ] = 0,
 ) -> None:
     """Read all of a dataset and fail if anything is wrong.
@@ -271,8 +281,9 @@ def verify(
         facts = verify_dataset(prefix, vocab_size=vocab_size or None)
         checked = f"below {facts.vocab_size:,}" if facts.vocab_size else "not checked against a vocabulary (unknown)"
         console.print(
-            f"{facts.prefix}: good. {facts.documents:,} documents, {facts.sequences:,} sequences, "
-            f"{facts.tokens:,} tokens ({facts.dtype}); largest id {facts.largest_id:,}, {checked}",
+            f"{facts.prefix}: good. {_many(facts.documents, 'document')}, "
+            f"{_many(facts.sequences, 'sequence')}, {_many(facts.tokens, 'token')} ({facts.dtype}); "
+            f"largest id {facts.largest_id:,}, {checked}",
             markup=False,
         )
 
@@ -301,7 +312,9 @@ def merge(
 
     merged = merge_datasets(prefixes, out, widen=widen)
     make_console().print(
-        f"{out}: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens ({merged.dtype.name})", markup=False
+        f"{merged.prefix}: {_many(merged.num_documents, 'document')}, {_many(merged.num_tokens, 'token')} "
+        f"({merged.dtype.name})",
+        markup=False,
     )
 
 
@@ -331,4 +344,12 @@ def train_tokenizer(
     files = find_files(inputs, glob)
     documents = texts(files, ReadOptions(json_key=json_key, split_lines=split_lines))
     tokenizer = train(documents, out, vocab_size=vocab_size)
-    make_console().print(f"{out}: vocabulary {tokenizer.vocab_size:,}, from {len(files):,} files", markup=False)
+    console = make_console()
+    console.print(f"{out}: vocabulary {tokenizer.vocab_size:,}, from {_many(len(files), 'file')}", markup=False)
+    if tokenizer.vocab_size < vocab_size:
+        console.print(
+            f"--vocab-size {vocab_size:,} was not reached: the text gives only {tokenizer.vocab_size:,}; take "
+            "more text or a smaller --vocab-size",
+            markup=False,
+            style="yellow",
+        )

@@ -30,6 +30,19 @@ def write_text(path: str | Path, text: str) -> None:
 
 def unwritable(target: str | Path, error: OSError) -> DataError:
     """The error for a failed write, with the space left on that disk."""
+    blocking = next((p for p in Path(target).parents if p.exists() and not p.is_dir()), None)
+    if blocking is not None:
+        return DataError(
+            f"{target}: cannot be written",
+            evidence=f"{blocking} is a file, a folder is needed.",
+            next_step="Choose another output path.",
+        )
+    if isinstance(error, PermissionError):
+        return DataError(
+            f"{target}: cannot be written",
+            evidence=f"{error}. Nothing was left behind.",
+            next_step="Check the permissions, or choose another output path.",
+        )
     try:
         free = f" {shutil.disk_usage(Path(target).parent).free / 2**30:.2f} GiB are free there."
     except OSError:
@@ -39,3 +52,18 @@ def unwritable(target: str | Path, error: OSError) -> DataError:
         evidence=f"{error}.{free} Nothing was left behind.",
         next_step="Free some space, check the permissions, or choose another output path.",
     )
+
+
+def refuse_folder(prefix: str | Path) -> None:
+    """A dataset named like a folder would lie beside it, where nobody looks.
+
+    Raises:
+        DataError: the prefix is a folder.
+    """
+    if Path(prefix).is_dir() or str(prefix).endswith("/"):
+        folder = str(prefix).rstrip("/") or "/"
+        raise DataError(
+            f"{folder} is a folder",
+            evidence="The output is the common beginning of a few files: NAME.bin, NAME.idx, NAME.json.",
+            next_step=f"Choose a name in it: --out {folder.rstrip('/')}/NAME.",
+        )

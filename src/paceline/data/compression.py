@@ -6,10 +6,11 @@ import gzip
 import io
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import zstandard
 
+from paceline.data.zstd_frames import WholeFrames
 from paceline.errors import DataError
 
 
@@ -33,7 +34,8 @@ class DecompressedFile:
             self._stream = gzip.GzipFile(fileobj=self._file)  # type: ignore[assignment]
         elif compression == ".zst":
             # files written in parallel consist of several frames
-            reader = zstandard.ZstdDecompressor().stream_reader(self._file, read_across_frames=True)
+            source = cast("BinaryIO", WholeFrames(self._file))  # the decoder only calls read
+            reader = zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
             self._stream = io.BufferedReader(reader, 1 << 20)
 
     def read(self, size: int = -1) -> bytes:

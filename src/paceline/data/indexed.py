@@ -48,6 +48,9 @@ _BLOCK = (
 )  # entries of the index checked at a time: bounds the memory of opening a file with billions of documents
 
 
+_LISTED = 8  # names of datasets in a message
+
+
 def dtype_for_vocab(vocab_size: int) -> np.dtype:
     """The dtype that Megatron's writer chooses for this vocabulary (added special tokens included)."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
@@ -59,6 +62,17 @@ def bin_path(prefix: str | Path) -> Path:
 
 def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
+
+
+def dataset_prefix(path: str | Path) -> str:
+    """The prefix of a dataset of which one of the files may be named instead."""
+    text = str(path)
+    return text[:-4] if text.endswith((".bin", ".idx")) else text
+
+
+def datasets_in(folder: Path) -> list[str]:
+    """Prefixes of the datasets in a folder."""
+    return sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")) if folder.is_dir() else []
 
 
 def damaged(path: Path, what: str, why: str) -> DataError:
@@ -74,17 +88,18 @@ class IndexedDataset:
     """Sequences of tokens on disk, read through a memory map.
 
     Args:
-        prefix: path without ``.bin``/``.idx``.
+        prefix: path; an ending ``.bin`` or ``.idx`` is left out.
     Raises:
         DataError: a file is missing, empty, truncated, foreign or inconsistent; the message names the file, the value
             and the reason.
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.prefix = str(prefix).removesuffix(".bin").removesuffix(".idx")
+        self.prefix = dataset_prefix(prefix)
         idx, bin_ = idx_path(self.prefix), bin_path(self.prefix)
         for path in (idx, bin_):
-            _require_file(path)
+            if not path.is_file():
+                raise _missing(self.prefix, path)
         try:
             size = idx.stat().st_size
             self._buffer: NDArray[np.uint8] = (
@@ -164,17 +179,27 @@ def unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
-def _require_file(path: Path) -> None:
-    if path.is_file():
-        return
-    other = idx_path(path.with_suffix("")) if path.suffix == ".bin" else bin_path(path.with_suffix(""))
-    neighbours = sorted(p.stem for p in path.parent.glob("*.idx"))[:8] if path.parent.is_dir() else []
-    raise DataError(
-        f"{path}: no such file",
-        evidence="A dataset is a pair PREFIX.bin and PREFIX.idx; "
-        f"{other.name} is {'there' if other.is_file() else 'missing too'}."
-        + (f" In {path.parent} there are: {', '.join(neighbours)}." if neighbours else ""),
-        next_step="Give the path without .bin or .idx, or build the dataset with `paceline data build`.",
+def _missing(prefix: str, path: Path) -> DataError:
+    other = bin_path(prefix) if path == idx_path(prefix) else idx_path(prefix)
+    build = "or build the dataset with `paceline data build`"
+    if Path(prefix).is_dir() and not other.is_file():
+        inside = datasets_in(Path(prefix))
+        listed = ", ".join(inside[:_LISTED]) + (f" and {len(inside) - _LISTED} more" if len(inside) > _LISTED else "")
+        return DataError(
+            f"{prefix} is a folder, not a dataset",
+            evidence=f"Datasets in it: {listed}." if inside else "There is no dataset (.bin and .idx) in it.",
+            next_step=f"Name one of them, such as {inside[0]}." if inside else f"Name another path, {build}.",
+        )
+    evidence = (
+        f"A dataset is a pair PREFIX.bin and PREFIX.idx; {other.name} is "
+        f"{'there' if other.is_file() else 'missing too'}."
+    )
+    if not path.is_absolute():
+        evidence += f" The path is relative to {Path.cwd()}."
+    if neighbours := datasets_in(path.parent):
+        evidence += f" In {path.parent} there are: {', '.join(Path(p).name for p in neighbours[:_LISTED])}."
+    return DataError(
+        f"{path}: no such file", evidence=evidence, next_step=f"Check the path (without .bin or .idx), {build}."
     )
 
 

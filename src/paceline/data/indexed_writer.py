@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.atomic import unwritable
+from paceline.data.atomic import refuse_folder, unwritable
 from paceline.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_for_vocab, idx_path
 from paceline.errors import DataError
 
@@ -245,6 +245,7 @@ def merge(prefixes: Sequence[str | Path], output: str | Path, *, widen: bool = F
             next_step="Check that one tokenizer made them all; then merge with --widen.",
         )
     dtype = np.result_type(*dtypes).newbyteorder("<") if len(dtypes) > 1 else dtypes.pop()
+    refuse_folder(output)
     with IndexedWriter(output, dtype=dtype) as writer:
         for dataset in datasets:
             writer.add_dataset(dataset)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.data.indexed import IndexedDataset
+from paceline.data.indexed import IndexedDataset, dataset_prefix
 from paceline.data.indexed_writer import merge
 from paceline.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from paceline.errors import DataError
@@ -22,6 +22,7 @@ def merge_datasets(prefixes: Sequence[str], output: str | Path, *, widen: bool =
     sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
     known = {prefix: sidecar for prefix, sidecar in sidecars.items() if sidecar is not None}
     _check_same_tokenizer(known)
+    output = dataset_prefix(output)
     merged = merge(prefixes, output, widen=widen)
     if len(known) < len(sidecars):
         sidecar_path(output).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ what cannot be read is counted and listed in ``OUTPUT.skipped.jsonl`` (see `read
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import tempfile
 import time
@@ -26,12 +27,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.atomic import unwritable, write_text
+from paceline.data.atomic import refuse_folder, unwritable, write_text
 from paceline.data.dedup import Deduplicator
 from paceline.data.encode import EncodeOptions, UnitEncoder, UnitResult
+from paceline.data.indexed import dataset_prefix
 from paceline.data.indexed_writer import IndexedWriter
 from paceline.data.pool import WorkerPool
-from paceline.data.readers import InputFile, Problem, ReadOptions, Unit, find_files, units
+from paceline.data.readers import MISSING_KEY, InputFile, Problem, ReadOptions, Unit, find_files, units
 from paceline.data.sidecar import Sidecar, sidecar_path, write_sidecar
 from paceline.data.tokenizer import Tokenizer
 from paceline.errors import DataError
@@ -99,6 +101,8 @@ class _Problems:
     strict: bool
     counts: Counter[str] = field(default_factory=Counter)
     listed: list[Problem] = field(default_factory=list)
+    text_keys: Counter[str] = field(default_factory=Counter)
+    """in records without the wanted key: keys that have text"""
     lines_before: Counter[str] = field(default_factory=Counter)
     """lines of each file in earlier units"""
 
@@ -112,10 +116,20 @@ class _Problems:
                     next_step="Repair the file, or build without --strict to skip and count such documents.",
                 )
             self.counts[problem.kind] += 1
+            self.text_keys.update(problem.text_keys)
             if len(self.listed) < REPORTED_PROBLEMS:
                 self.listed.append(absolute)
         for part, lines in zip(unit, result.lines, strict=True):
             self.lines_before[part.file.path] += lines
+
+    def other_key(self) -> str:
+        """What to do when the wanted key is missing from most records."""
+        if not self.text_keys:
+            return "No other key holds text. " + _REPAIR
+        others = [f"--json-key {shlex.quote(key)}" for key, _ in self.text_keys.most_common(4)]
+        return f"Keys with text in these records: try {' or '.join(others)}. " + (
+            "Files with different keys need a build each; `paceline data merge` joins them."
+        )
 
     def write(self, path: Path) -> str:
         """Writes the list and returns its path; without problems removes an old list and returns ""."""
@@ -157,9 +171,10 @@ def build_dataset(
         raise DataError(
             f"a held-out share of {options.valid_share} is not possible", next_step="Choose one from 0 to below 1."
         )
+    refuse_folder(output)
     files = find_files(inputs, options.glob)
     total = sum(file.size for file in files)
-    base = Path(output)
+    base = Path(dataset_prefix(output))
     prefixes = [f"{base}-train", f"{base}-valid"] if options.valid_share else [str(base)]
     folder = _temporary_folder(base)
     encode = EncodeOptions(
@@ -270,13 +285,14 @@ class _Assembler:
         skipped = self.problems.counts.total()
         share = skipped / max(1, skipped + self.num_read + self.num_empty)
         if share > self.options.max_skipped_share:
-            kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.problems.counts.most_common())
+            counts = self.problems.counts.most_common()
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts)
             first = f" The first: {self.problems.listed[0]}." if self.problems.listed else ""
             raise DataError(
-                f"{skipped:,} documents ({share:.1%}) could not be read, more than --max-skipped-share "
-                f"{self.options.max_skipped_share:.1%}",
+                f"{skipped:,} document{'' if skipped == 1 else 's'} ({share:.1%}) could not be read, more than "
+                f"--max-skipped-share {self.options.max_skipped_share:.1%}",
                 evidence=f"{kinds}.{first} All are listed in {report}; no dataset was written.",
-                next_step="Repair the inputs, or allow a larger share.",
+                next_step=self.problems.other_key() if counts[0][0] == MISSING_KEY else _REPAIR,
             )
         if len(self.writers) == 2 and not all(writer.num_tokens for writer in self.writers):
             side = "held out" if not self.writers[1].num_tokens else "left for training"
@@ -288,6 +304,7 @@ class _Assembler:
 
 
 _DROPPED = -1
+_REPAIR = "Repair the inputs, or allow a larger share."
 
 
 def _finish(

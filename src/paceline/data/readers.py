@@ -16,6 +16,7 @@ A byte-order mark at the start of a file is dropped, blank lines are not records
 
 from __future__ import annotations
 
+import codecs
 import glob as globbing
 import json
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,9 @@ from paceline.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet"]
 SUFFIXES: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+MISSING_KEY = "missing key"
+LONG_LINE = 1 << 22
+"""Bytes; a longer line of JSON is parsed with memory in mind."""
 COMPRESSED = (".gz", ".zst")
 
 
@@ -58,6 +62,8 @@ class Problem(NamedTuple):
     kind: str
     """a few words, the same for all problems of one kind"""
     detail: str
+    text_keys: tuple[str, ...] = ()
+    """where the wanted key is missing: the first few others with text, longest text first"""
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line}, byte {self.offset}: {self.kind}: {self.detail}"
@@ -76,7 +82,11 @@ def find_files(inputs: Sequence[str | Path], glob: str = "") -> list[InputFile]:
         if path.is_dir():
             paths = sorted(p for p in path.rglob(glob or "*") if p.is_file() and not _hidden(p, path))
             paths = [p for p in paths if glob or _kind(p) is not None]
-            why = f"no file matches {glob!r}" if glob else "no .txt, .jsonl or .parquet file (or .gz, .zst of them)"
+            why = (
+                f"no file in it that matches {glob!r}"
+                if glob
+                else "no .txt, .jsonl or .parquet file (or .gz, .zst of them)"
+            )
         elif path.is_file():
             paths, why = [path], ""
         else:
@@ -229,8 +239,8 @@ class SliceReader:
         else:
             yield self._file()
 
-    def _problem(self, offset: int, kind: str, detail: str) -> Problem:
-        return Problem(self.part.file.path, self.num_lines, offset, kind, detail)
+    def _problem(self, offset: int, kind: str, detail: str, text_keys: tuple[str, ...] = ()) -> Problem:
+        return Problem(self.part.file.path, self.num_lines, offset, kind, detail, text_keys)
 
     def _file(self) -> Document | Problem:
         file = self.part.file
@@ -252,6 +262,14 @@ class SliceReader:
             if not line or line.isspace():
                 continue
             try:
+                if (
+                    is_json
+                    and len(line) > LONG_LINE
+                    and (short := _parse_long(line, self.options.json_key)) is not None
+                ):
+                    del line
+                    yield short
+                    continue
                 text = line.decode("utf-8")
             except UnicodeDecodeError as error:
                 yield self._problem(offset, *_bad_bytes(error))
@@ -335,8 +353,8 @@ def _bad_bytes(error: UnicodeDecodeError) -> tuple[str, str]:
     return "invalid UTF-8", f"byte 0x{error.object[error.start]:02x} at byte {error.start} of it ({error.reason})"
 
 
-def _parse(line: str, key: str) -> str | tuple[str, str]:
-    """The text of a JSON line, or (kind of problem, detail)."""
+def _parse(line: str, key: str) -> str | tuple[str, str] | tuple[str, str, tuple[str, ...]]:
+    """The text of a JSON line, or (kind of problem, detail, keys with text)."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -346,11 +364,42 @@ def _parse(line: str, key: str) -> str | tuple[str, str]:
     if not isinstance(record, dict):
         return "malformed JSON", f"{_type_name(record)} where an object was expected"
     if key not in record:
-        return "missing key", f"no {key!r}; it has {', '.join(map(repr, list(record)[:8])) or 'no keys'}"
+        others = sorted((k for k, value in record.items() if isinstance(value, str)), key=lambda k: -len(record[k]))
+        seen = ", ".join(map(repr, list(record)[:8])) or "no keys"
+        return MISSING_KEY, f"no {key!r}; it has {seen}", tuple(others[:4])
     text = record[key]
     if not isinstance(text, str):
         return "not text", f"{key!r} is {_type_name(text)}"
     return text
+
+
+def _parse_long(line: bytes, key: str) -> Document | None:
+    """As `_parse`, in less memory: one character beyond U+FFFF makes a str take four bytes a character, so the line is
+    parsed with a character for each byte, and only the text becomes a wide str.
+
+    None where this does not apply or something is wrong with the line.
+    """
+    if line.isascii() or b"\\u" in line:  # an escape may stand for a character that looks like a byte
+        return None
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(line), LONG_LINE):
+            decoder.decode(line[start : start + LONG_LINE], final=start + LONG_LINE >= len(line))
+    except UnicodeDecodeError:
+        return None
+    narrow = line.decode("latin-1")
+    del line
+    wanted = key.encode("utf-8", "surrogateescape").decode("latin-1")
+    try:
+        value = json.loads(narrow)[wanted]
+    except (json.JSONDecodeError, RecursionError, KeyError, TypeError):
+        return None
+    if not isinstance(value, str) or len(value) < len(narrow) // 2:
+        return None
+    del narrow
+    content = value.encode("latin-1")
+    del value
+    return Document(content.decode("utf-8"), len(content))
 
 
 def _document(reader: SliceReader, offset: int, text: str) -> Document | Problem:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.data.atomic import write_text
+from paceline.data.indexed import dataset_prefix
 from paceline.errors import DataError
 
 FORMAT = "paceline-dataset-1"
@@ -51,7 +52,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
     Raises:
         DataError: it is there but is not ours or is damaged.
     """
-    path = sidecar_path(prefix)
+    path = sidecar_path(dataset_prefix(prefix))
     if not path.is_file():
         return None
     try:

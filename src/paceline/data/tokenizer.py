@@ -81,7 +81,7 @@ class HFTokenizer:
         try:
             self.backend: Any = Backend.from_str(content.decode("utf-8"))
         except Exception as error:
-            raise _not_a_tokenizer(path, error) from error
+            raise _not_a_tokenizer(path, str(error)) from error
         # a file may carry the truncation and padding of the model it was made for; a dataset must hold all of the text
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -119,7 +119,9 @@ class SentencePieceTokenizer:
         try:
             self.backend: Any = SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
-            raise _not_a_tokenizer(path, error) from error
+            # the library's own text names a line of its source
+            what = "It cannot be read as a SentencePiece model, as which any file but .json is read."
+            raise _not_a_tokenizer(path, what) from error
         self.vocab_size = int(self.backend.vocab_size())
         if not eod_token and self.backend.eos_id() >= 0:
             self.eod_id = int(self.backend.eos_id())
@@ -165,8 +167,10 @@ def load_tokenizer(path: str | Path, eod_token: str = "") -> Tokenizer:
     if not file.is_file():
         raise DataError(
             f"{file}: no such tokenizer",
-            evidence="A tokenizer is a tokenizer.json, a SentencePiece .model, a folder with one, or the word `byte`.",
-            next_step="Check the path, or train one with `paceline data train-tokenizer`.",
+            evidence="A tokenizer is a tokenizer.json, a SentencePiece .model, a folder with one, or the word "
+            "`byte`; names of a model hub are not looked up.",
+            next_step="Give the path of a tokenizer.json (download it first), or train one with "
+            "`paceline data train-tokenizer`.",
         )
     if file.suffix == ".json":
         return HFTokenizer(file, eod_token)
@@ -180,10 +184,10 @@ def _read_bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read", evidence=str(error), next_step="Check the permissions.") from error
 
 
-def _not_a_tokenizer(path: str | Path, error: Exception) -> DataError:
+def _not_a_tokenizer(path: str | Path, why: str) -> DataError:
     return DataError(
         f"{path}: not a usable tokenizer",
-        evidence=str(error)[:300],
+        evidence=why[:300],
         next_step="Give a Hugging Face tokenizer.json or a SentencePiece .model; an empty or Git LFS pointer file is "
         "a common cause.",
     )
