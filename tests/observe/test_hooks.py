@@ -1,10 +1,25 @@
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 
 import pytest
 
-from paceline.observe.hooks import BackwardEnd, CheckpointSaved, Hook, Hooks, RunEnd, RunStart, StepEnd, StepStart
+from paceline.errors import ConfigError, TrainingError
+from paceline.observe.hooks import (
+    BackwardEnd,
+    CheckpointSaved,
+    Hook,
+    HookError,
+    Hooks,
+    RunEnd,
+    RunStart,
+    StepEnd,
+    StepStart,
+)
+from paceline.report.console import make_console
+from paceline.runtime.log import logging_to
 
 
 class Recorder(Hook):
@@ -38,6 +53,53 @@ def test_called_in_order_and_silent_by_default(tmp_path: Path) -> None:
 def test_every_hook_hears_of_the_end() -> None:
     log: list[str] = []
     hooks = Hooks([Recorder("a", log, fail_at_end=True), Recorder("b", log)])
-    with pytest.raises(OSError, match="a"):
-        hooks.on_end(RunEnd(step=3, error=ValueError()))
+    with pytest.raises(HookError, match="on_end at step 3"):
+        hooks.on_end(RunEnd(step=3))
     assert log == ["a end", "b end"]
+    # the error that ended the run is not hidden behind one that follows from it
+    hooks.on_end(RunEnd(step=3, error=ValueError()))
+    assert log == ["a end", "b end"] * 2
+
+
+def test_a_misspelt_moment_is_refused() -> None:
+    class Typo(Hook):
+        def on_checkpont(self, saved: CheckpointSaved) -> None: ...
+
+    with pytest.raises(ConfigError, match="on_checkpont") as refused:
+        Hooks([Hook(), Typo()])
+    assert "Did you mean on_checkpoint?" in refused.value.next_step
+
+
+def deeper() -> None:
+    json.loads("{")
+
+
+class Broken(Hook):
+    def on_step_end(self, end: StepEnd) -> None:
+        deeper()
+
+    def on_checkpoint(self, saved: CheckpointSaved) -> None:
+        raise TrainingError("told well")
+
+    def on_step_start(self, start: StepStart) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_exception_of_a_plugin_is_told_in_a_sentence(tmp_path: Path) -> None:
+    hooks, console = Hooks([Broken()]), io.StringIO()
+    with logging_to(tmp_path, console=make_console(console)), pytest.raises(HookError) as raised:
+        hooks.on_step_end(StepEnd(step=7))
+    assert raised.value.subject == "the hook Broken failed in on_step_end at step 7"
+    line = deeper.__code__.co_firstlineno + 1
+    assert raised.value.evidence.startswith("JSONDecodeError: Expecting property name")
+    assert raised.value.evidence.endswith(f"({__file__}:{line})"), "the innermost line of the user's own file"
+    assert isinstance(raised.value.__cause__, json.JSONDecodeError)
+    assert "Traceback" in (tmp_path / "rank_0.log").read_text() and not console.getvalue()
+
+
+def test_errors_for_the_user_and_interrupts_pass(tmp_path: Path) -> None:
+    hooks = Hooks([Broken()])
+    with pytest.raises(TrainingError, match="told well"):
+        hooks.on_checkpoint(CheckpointSaved(step=1, path=tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        hooks.on_step_start(StepStart(step=1))

@@ -77,6 +77,8 @@ def _console_handler(console: Console, rank: int, level: int) -> logging.Handler
         handler = logging.StreamHandler(console.file)
         handler.setFormatter(logging.Formatter(f"[%(asctime)s] %(levelname)s {speaker}%(message)s", "%H:%M:%S"))
     handler.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    # tracebacks of errors that the user is told in a sentence are marked so
+    handler.addFilter(lambda record: not getattr(record, "file_only", False))
     return handler
 
 
