@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.report.console import make_console
 from paceline.training.summary import Summary
+
+MAX_WIDTH = 100
+"""Columns of the summary on a terminal; longer lines of prose are hard to read."""
 
 
 def print_summary(folder: str | Path) -> None:
@@ -21,23 +26,40 @@ def print_summary(folder: str | Path) -> None:
     content = json.loads(path.read_text())
     samples = tuple(tuple(pair) for pair in content.pop("samples", ()))
     summary = Summary(**content, samples=samples)
+    rows = [*summary.lines(), ("next", next_steps(summary))]
     console = make_console()
+    if console.is_terminal:
+        _print_framed(console, summary, rows)
+    else:
+        _print_plain(console, summary, rows)
+
+
+def _print_framed(console: Console, summary: Summary, rows: list[tuple[str, str]]) -> None:
+    console.width = min(console.width, MAX_WIDTH)
     for prompt, continuation in summary.samples:
         text = Text.assemble((prompt, "bold"), continuation)
         console.print(Panel(text, title="sample (prompt in bold)", title_align="left"))
     grid = RichTable.grid(padding=(0, 2))
-    for title, text_line in summary.lines():
+    for title, text_line in rows:
         grid.add_row(Text(title, style="bold"), Text(text_line))
-    grid.add_row(Text("next", style="bold"), Text(next_steps(summary)))
     console.print(grid)
 
 
+def _print_plain(console: Console, summary: Summary, rows: list[tuple[str, str]]) -> None:
+    """For files and pipes: no frames, and no blanks at the ends of lines."""
+    for prompt, continuation in summary.samples:
+        console.print(Text(f"sample for the prompt {prompt!r}:\n{prompt}{continuation}\n"), soft_wrap=True)
+    width = max(len(title) for title, _ in rows)
+    for title, text_line in rows:
+        console.print(Text(f"{title:<{width}}  {text_line}"), soft_wrap=True)
+
+
 def next_steps(summary: Summary) -> str:
-    """What a user may want to do now."""
-    folder = summary.run_dir
+    """What a user may want to do now; the commands can be pasted into a shell."""
     if summary.stopped_by:
         return f"the same command goes on from step {summary.steps}"
-    return f'paceline generate {folder} --prompt "..."   |   tensorboard --logdir {folder}/tensorboard'
+    folder, curves = shlex.quote(summary.run_dir), shlex.quote(f"{summary.run_dir}/tensorboard")
+    return f'paceline generate {folder} --prompt "..."   |   tensorboard --logdir {curves}'
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    console.print(table.to_rich())
+    """In a file or a pipe as plain text: rich would fill every line with blanks up to the table's width."""
+    if console.is_terminal:
+        console.print(table.to_rich())
+    else:
+        console.print(Text(table.to_text()), soft_wrap=True)
 
 
 def _print_entry(console: Console, label: str, style: str, subject: str, evidence: str, next_step: str) -> None:

@@ -41,8 +41,9 @@ class Table:
             for index, column in enumerate(self.columns)
         ]
         lines = [self.title] if self.title else []
-        lines.append(self._line([column.name for column in self.columns], widths))
-        lines.append("  ".join("-" * width for width in widths))
+        if any(column.name for column in self.columns):
+            lines.append(self._line([column.name for column in self.columns], widths))
+            lines.append("  ".join("-" * width for width in widths))
         lines += [self._line(row, widths) for row in self.rows]
         lines += self.notes
         return "\n".join(line.rstrip() for line in lines)
@@ -57,6 +58,7 @@ class Table:
             box=None,
             pad_edge=False,
             header_style="bold",
+            show_header=any(column.name for column in self.columns),
         )
         for column in self.columns:
             table.add_column(Text(column.name), justify=column.align)
