@@ -60,7 +60,46 @@ def test_one_json_line_with_consistent_numbers(
     assert record["recipe"]["data"]["train"] == "synthetic" and record["recipe"]["train"]["steps"] == 6
     assert record["versions"]["torch"] == torch.__version__
     assert "sustained GEMM" in captured.err
+    told = captured.err.splitlines()
+    for text in ("building the model", "warm-up 2/2", "step 4/4", "measuring the matrix product"):
+        assert told.count(text) == 2, text
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("terminal", "options", "line", "table"), [
+    (True, [], False, True), (True, ["--json"], True, False), (False, [], True, True), (False, ["--json"], True, False),
+])  # fmt: skip
+def test_the_line_is_for_programs_and_the_table_for_people(
+    terminal: bool,
+    options: list[str],
+    line: bool,
+    table: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text("")
+    sets = [f"--set={override}" for override in runs.tiny(tmp_path / "run", "none", steps=1)]
+    arguments = ["bench", "train", str(recipe), "--steps=1", "--warm-up=1", *options, *sets]
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as end:
+        command_line.main()
+    assert not end.value.code
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == line
+    assert ("sustained GEMM" in captured.err) is table
+
+
+def test_a_recipe_in_place_of_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["paceline", "bench", "mine.toml", "--steps", "5"])
+    with pytest.raises(SystemExit) as end:
+        command_line.main()
+    assert end.value.code == 2
+    assert "paceline bench train mine.toml --steps 5" in capsys.readouterr().err
 
 
 def test_the_clock_gives_times_between_neighbouring_steps() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -18,7 +20,7 @@ from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.config.load import Recipe, resolve
 from paceline.config.run import RunConfig
-from paceline.observe.hooks import Hook, Hooks, StepEnd
+from paceline.observe.hooks import Hook, Hooks, StepEnd, StepStart
 from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
 from paceline.runtime.process import ProcessInfo, process_group
 from paceline.runtime.seed import set_deterministic
@@ -53,8 +55,13 @@ class BenchRecord:
     versions: dict[str, str]
 
 
-def bench_train(recipe: Recipe, info: ProcessInfo, *, steps: int, warm_up: int) -> BenchRecord | None:
+def bench_train(
+    recipe: Recipe, info: ProcessInfo, *, steps: int, warm_up: int, tell: Callable[[str], None] = lambda text: None
+) -> BenchRecord | None:
     """Trains ``warm_up + steps`` steps on synthetic data and measures the last ``steps``. The record is rank 0's.
+
+    Args:
+        tell: called with a few words, a dozen times in all, to say what is going on. It must not wait for the device.
 
     Raises:
         PacelineError: as `paceline train` would.
@@ -66,9 +73,11 @@ def bench_train(recipe: Recipe, info: ProcessInfo, *, steps: int, warm_up: int) 
         stack.enter_context(process_group(info, device, timeout_seconds=config.cluster.timeout_seconds))
         stop = stack.enter_context(StopRequest())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        tell("building the model")
         parts = build_parts(config, recipe.registry, info, device)
         clock = StepClock(device)
-        trainer = _trainer(parts, recipe, folder, clock, warm_up)
+        hooks = Hooks([clock, _PeakAfterWarmUp(device, warm_up), _Teller(tell, warm_up, steps)])
+        trainer = _trainer(parts, recipe, folder, hooks)
         try:
             trainer.run(stop)
         finally:
@@ -76,6 +85,7 @@ def bench_train(recipe: Recipe, info: ProcessInfo, *, steps: int, warm_up: int) 
             trainer.manager.close()
         peak_gib = memory_stats(device).peak_bytes / GIB
         # every rank: GPUs of one host share its power and cooling
+        tell("measuring the matrix product")
         gemm = sustained_gemm(device)
         return _record(parts, trainer, clock.seconds(), peak_gib, steps, gemm) if info.is_main else None
 
@@ -125,12 +135,27 @@ class _PeakAfterWarmUp(Hook):
             reset_peak_memory(self.device)
 
 
+class _Teller(Hook):
+    """Says which step begins, about five times in each part. The host counts them: nothing waits for the device."""
+
+    def __init__(self, tell: Callable[[str], None], warm_up: int, steps: int) -> None:
+        self.tell, self.warm_up, self.steps = tell, warm_up, steps
+
+    def on_step_start(self, start: StepStart) -> None:
+        done = start.step - 1
+        name, number, total = (
+            ("warm-up", done, self.warm_up) if done < self.warm_up else ("step", done - self.warm_up, self.steps)
+        )
+        if number % math.ceil(total / 5) == 0:
+            self.tell(f"{name} {number + 1}/{total}")
+
+
 class _NoSaver:
     def save(self, progress: Progress) -> None:
         """A bench keeps nothing."""
 
 
-def _trainer(parts: Parts, recipe: Recipe, folder: Path, clock: StepClock, warm_up: int) -> Trainer:
+def _trainer(parts: Parts, recipe: Recipe, folder: Path, hooks: Hooks) -> Trainer:
     config = parts.config
     samples = config.train.steps * config.train.global_batch_size
     datasets = open_datasets(config, recipe.registry, train_samples=samples)
@@ -142,7 +167,7 @@ def _trainer(parts: Parts, recipe: Recipe, folder: Path, clock: StepClock, warm_
         meter=build_meter(parts),
         saver=_NoSaver(),
         manager=CheckpointManager(folder, config.checkpoint, ranks=ranks),
-        hooks=Hooks([clock, _PeakAfterWarmUp(parts.device, warm_up)]),
+        hooks=hooks,
         evaluator=None,
         progress=Progress(),
         device=parts.device,

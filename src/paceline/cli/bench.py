@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.bench.train import BenchRecord
     from paceline.config.load import Recipe
     from paceline.runtime.launcher import ProcessInfo
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed and memory, beside what this device sustains.")
+
+class _Verbs(TyperGroup):
+    """Knows that a recipe in the place of a verb most likely misses its `train`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0].endswith(".toml"):
+            raise ConfigError(
+                f"`paceline bench` has no verb {args[0]}",
+                next_step=f"To measure a recipe: paceline bench train {shlex.join(args)}",
+            )
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=_Verbs, no_args_is_help=True, help="Measure speed and memory, beside what this device sustains.")
 
 
 @app.callback()
@@ -32,12 +50,15 @@ def bench_train(
     ] = None,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Start so many processes here.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Append the JSON line to this file too.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON line alone. In a file or a pipe it is always printed.")
+    ] = False,
 ) -> None:
     """Train a recipe on synthetic data and report the median step.
 
     Runs the loop of `paceline train` itself, with its metrics, then measures
     what a large matrix product sustains on the same device. Prints a table
-    (stderr) and one JSON line (stdout).
+    (stderr) and, in a pipe or with --json, one JSON line (stdout).
 
       paceline bench train recipes/llama3_1b.toml --steps 20
       paceline bench train recipes/llama3_8b.toml --nproc 2 --out results.jsonl
@@ -48,24 +69,41 @@ def bench_train(
     arguments = ["bench", "train", recipe, f"--steps={steps}", f"--warm-up={warm_up}"]
     arguments += [f"--set={change}" for change in changes]
     arguments += [f"--out={out}"] if out else []
+    arguments += ["--json"] if as_json else []
 
     def body(loaded: Recipe, info: ProcessInfo) -> int:
         from paceline.bench.train import bench_train as measure
 
-        record = measure(loaded, info, steps=steps, warm_up=warm_up)
+        def tell(text: str) -> None:
+            if info.is_main:
+                typer.echo(text, err=True)
+
+        record = measure(loaded, info, steps=steps, warm_up=warm_up, tell=tell)
         if record is not None:
-            _print(record, recipe, out)
+            _print(record, recipe, out, as_json)
         return 0
 
     raise typer.Exit(start(arguments, recipe, changes, nproc, body))
 
 
-def _print(record: BenchRecord, recipe: str, out: Path | None) -> None:
+def _print(record: BenchRecord, recipe: str, out: Path | None, as_json: bool) -> None:
     from paceline.bench.train import as_line
     from paceline.report.console import make_console, print_table
     from paceline.report.table import Column, Table
 
     line = json.dumps(as_line(record))
+    if not as_json:
+        print_table(make_console(stderr=True), Table(columns=(Column(name=""),) * 2, rows=_rows(record, recipe)))
+    # programs read the line; to a person it is four kilobytes of noise
+    if as_json or not sys.stdout.isatty():
+        typer.echo(line)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _rows(record: BenchRecord, recipe: str) -> tuple[tuple[str, str], ...]:
     rows = [
         ("recipe", recipe),
         ("devices", record.devices),
@@ -84,10 +122,4 @@ def _print(record: BenchRecord, recipe: str, out: Path | None) -> None:
     ]
     if record.mfu is not None:
         rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_tflops:g} TFLOP/s"))
-    console = make_console(stderr=True)
-    print_table(console, Table(columns=(Column(name=""), Column(name="")), rows=tuple(rows)))
-    typer.echo(line)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    return tuple(rows)
