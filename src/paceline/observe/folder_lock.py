@@ -49,7 +49,8 @@ class FolderLock:
                     f"Another run is writing to {self.path.parent}.",
                     evidence=f"Process {owner['pid']} on {owner['host']}, since {owner['since']}.",
                     next_step="Wait for it or stop it, or set another folder: --set run.dir=PATH. "
-                    f"If it is dead on another host, it counts as gone {STALE_SECONDS:.0f} seconds after its end.",
+                    f"If that process was killed or its host is down, start again {STALE_SECONDS:.0f} seconds later: "
+                    "the folder is free then.",
                 )
             file.seek(0)
             file.truncate()
