@@ -61,3 +61,10 @@ def test_several_errors_are_told_together() -> None:
 
 def test_what_is_not_there_is_told_before_how_it_would_fit() -> None:
     assert "parallel.tp = 2 is not available" in refused(1, "parallel.tp=2").subject
+
+
+def test_a_router_that_would_not_learn_is_told() -> None:
+    recipe = resolve({}, ["model.num_experts=4", "model.top_k=1"])
+    assert [finding.id for finding in check(recipe.config, recipe.registry, 1)] == ["config.untrained-router"]
+    recipe = resolve({}, ["model.preset=tiny_switch", "train.seq_len=64"])
+    assert check(recipe.config, recipe.registry, 1) == []

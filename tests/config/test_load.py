@@ -138,7 +138,7 @@ def test_a_plugin_registers_a_preset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no_such_module_at_all", "no_such_file.py"])
 def test_a_plugin_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be imported"):
+    with pytest.raises(ConfigError, match="it cannot be imported"):
         resolve({"run": {"plugins": [name]}})
 
 
@@ -161,3 +161,33 @@ def test_a_run_folder_in_place_of_a_recipe_is_told_apart(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as error:
         parse_override("steps=5")
     assert "train.steps=5" in error.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.plugins=5", "run.plugins"),
+        ("run.plugins=[1]", "run.plugins"),
+        ("model.preset=5", "model.preset = 5"),
+        ('model.preset=["a"]', "model.preset"),
+        ('parallel.order=["tp"]', "parallel.order = ['tp']"),
+        ('model.rope_scaling={kind="yarn",factor=2,beta_fast=0}', "beta_fast = 0"),
+        ('model.rope_scaling={kind="llama3",low_freq_factor=4}', "low_freq_factor = 4.0 is not below"),
+        ("model.num_layers=1000000000000", "model.num_layers"),
+        ("train.steps=3\nbogus=7", "train.steps"),
+    ],
+)
+def test_what_is_read_before_validation_is_refused_by_name_too(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve({}, [override])
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["raise_it_now", "def register(registry):\n    return 1 / 0\n", "def register(registry):\n    None.x\n"]
+)
+def test_a_plugin_that_raises_is_told_with_its_line(text: str, tmp_path: Path) -> None:
+    plugin = write(tmp_path, f"raises_{len(text)}.py", text)
+    with pytest.raises(ConfigError, match="is not usable") as error:
+        resolve({"run": {"plugins": [str(plugin)]}})
+    assert "Error" in error.value.evidence and "line" in error.value.evidence

@@ -164,3 +164,20 @@ def test_full_disk(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunFolderError, match="No space left on device"):
         RunFolder(tmp_path).write_record(record(1))
+
+
+def test_a_disk_that_takes_half_a_line_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short write raises nothing by itself; the next line would cut the half one, and so on for ever."""
+
+    class Short:
+        def __enter__(self) -> Short:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def write(self, data: bytes) -> int:
+            return len(data) - 1
+
+    monkeypatch.setattr(Path, "open", lambda *arguments, **options: Short())
+    with pytest.raises(RunFolderError, match="No space left on device"):
+        RunFolder(tmp_path).write_record(record(1))

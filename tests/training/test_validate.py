@@ -69,7 +69,12 @@ def _evaluate(
         evaluator = Evaluator(
             config, split, task=parts.task, model=parts.model, mesh=parts.mesh, device=torch.device("cpu")
         )
-        found.append(asdict(evaluator.run(batches)))
+        result = evaluator.run(batches, should_stop=lambda: False)
+        assert result is not None
+        found.append(asdict(result))
+        # asked on one rank, heard on all
+        assert evaluator.run(batches, should_stop=lambda: rank == world_size - 1) is None
+        assert parts.model.training
     return found
 
 

@@ -58,8 +58,11 @@ def next_steps(summary: Summary) -> str:
     """What a user may want to do now; the commands can be pasted into a shell."""
     if summary.stopped_by:
         return f"the same command goes on from step {summary.steps}"
-    folder, curves = shlex.quote(summary.run_dir), shlex.quote(f"{summary.run_dir}/tensorboard")
-    return f'paceline generate {folder} --prompt "..."   |   tensorboard --logdir {curves}'
+    commands = [f'paceline generate {shlex.quote(summary.run_dir)} --prompt "..."']
+    curves = Path(summary.run_dir) / "tensorboard"
+    if curves.is_dir():
+        commands.append(f"tensorboard --logdir {shlex.quote(str(curves))}")
+    return "   |   ".join(commands)
 
 
 if __name__ == "__main__":

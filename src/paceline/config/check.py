@@ -30,6 +30,7 @@ def check(config: RunConfig, registry: Registry, world_size: int) -> list[Findin
         *_batch(config, config.parallel.dp_degree(world_size)),
         *_zero(config, world_size),
         *_optimizer(config),
+        *_router(config),
     ]
 
 
@@ -133,7 +134,7 @@ def _zero(config: RunConfig, world_size: int) -> Iterator[Finding]:
 
 
 def _optimizer(config: RunConfig) -> Iterator[Finding]:
-    if config.optim.warmup_steps >= config.train.steps and config.train.steps > 1:
+    if config.optim.warmup_steps > config.train.steps:
         yield Finding(
             id="config.warmup",
             severity="warning",
@@ -147,4 +148,16 @@ def _optimizer(config: RunConfig) -> Iterator[Finding]:
             "optim.name = 'adamw8bit' does not go with parallel.offload",
             "8-bit moments are updated by a GPU kernel; offloaded ones live on the host.",
             "Set parallel.offload = 'none', or optim.name = 'adamw'.",
+        )
+
+
+def _router(config: RunConfig) -> Iterator[Finding]:
+    model = config.model
+    if model.is_moe and model.top_k == 1 and model.moe.normalize_top_k:
+        yield Finding(
+            id="config.untrained-router",
+            severity="warning",
+            subject="model.top_k = 1 with model.moe.normalize_top_k = true leaves the router untrained by the loss",
+            evidence="One chosen score divided by itself is always 1, so no gradient reaches the router.",
+            next_step="Set model.moe.normalize_top_k = false, as Switch does.",
         )

@@ -48,7 +48,7 @@ def resolve(tables: Tables, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         tables = merge(tables, parse_override(override))
     _refuse_non_tables(tables)
-    registry = load_plugins(tables.get("run", {}).get("plugins", ()))
+    registry = load_plugins(_plugin_names(tables))
     return Recipe(config=validate(_expand_preset(tables, registry)), registry=registry)
 
 
@@ -114,9 +114,10 @@ def parse_override(text: str) -> Tables:
 
 def _parse_value(raw: str) -> Any:
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
+        parsed = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return raw  # plain text needs no quotes: --set data.train=corpus
+    return parsed["value"] if len(parsed) == 1 else raw
 
 
 def _refuse_non_tables(tables: Tables) -> None:
@@ -125,11 +126,19 @@ def _refuse_non_tables(tables: Tables) -> None:
             raise ConfigError(f"{key} = {value!r} is not a section", next_step=f"Write [{key}] and its fields below.")
 
 
+def _plugin_names(tables: Tables) -> list[str]:
+    """None where the value is of another kind: validation, which comes later, refuses it by name."""
+    value = tables.get("run", {}).get("plugins", ())
+    names = [value] if isinstance(value, str) else value
+    is_list = isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
+    return list(names) if is_list else []
+
+
 def _expand_preset(tables: Tables, registry: Registry) -> Tables:
     model = tables.get("model", {})
     name = model.get("preset", "")
-    if not name:
-        return tables
+    if not name or not isinstance(name, str):
+        return tables  # another kind of value is refused by validation
     fields = registry.presets[name] if name in registry.presets else preset(name)
     return {**tables, "model": merge(fields, model)}
 

@@ -26,19 +26,19 @@ class RopeScaling(Section):
     """How many times longer than `original_max_seq_len`."""
     original_max_seq_len: int = Field(8192, gt=0)
     """The length the model was trained at before scaling (llama3, yarn)."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = Field(1.0, gt=0)
     """llama3: wavelengths above original/low are divided by `factor`."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = Field(4.0, gt=0)
     """llama3: wavelengths below original/high are kept."""
-    beta_fast: float = 32.0
+    beta_fast: float = Field(32.0, gt=0)
     """yarn: dimensions that turn more often than this over the original length are kept."""
-    beta_slow: float = 1.0
+    beta_slow: float = Field(1.0, gt=0)
     """yarn: dimensions that turn less often than this are fully interpolated."""
-    attention_factor: float = 0.0
+    attention_factor: float = Field(0.0, ge=0)
     """yarn: scale of cos and sin; 0 computes 0.1 ln(factor) + 1, or the ratio of the two mscale terms if set."""
-    mscale: float = 0.0
+    mscale: float = Field(0.0, ge=0)
     """yarn as in DeepSeek: numerator of the attention scale; 0 = not used."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: float = Field(0.0, ge=0)
     """yarn as in DeepSeek: also multiplies the softmax scale by the square of this mscale; 0 = not used."""
 
 
@@ -63,7 +63,7 @@ class MoEConfig(Section):
     """How router logits become scores."""
     normalize_top_k: bool = True
     """Divide the chosen scores by their sum."""
-    score_scale: float = 1.0
+    score_scale: float = Field(1.0, gt=0)
     """Multiplies the chosen scores (DeepSeek's routed scaling factor)."""
     num_groups: int = Field(1, ge=1)
     """Node-limited routing: experts lie in this many groups ..."""
@@ -73,7 +73,7 @@ class MoEConfig(Section):
     """A group's score: its best expert (DeepSeek-V2) or the sum of its best two (DeepSeek-V3)."""
     bias_balance: bool = False
     """Balance by a bias on the selection scores instead of a loss (DeepSeek-V3)."""
-    bias_update_rate: float = 1e-3
+    bias_update_rate: float = Field(1e-3, ge=0)
     """Step of that bias after each optimizer step."""
     aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss, computed for each sequence and averaged over sequences."""
@@ -161,7 +161,7 @@ class ModelConfig(Section):
     init_from: str = ""
     """Start from these weights: the run folder or checkpoint folder of an earlier run. Empty = random."""
 
-    num_layers: int = Field(4, ge=1)
+    num_layers: int = Field(4, ge=1, le=10_000)
     """Blocks of the decoder."""
     hidden_size: int = Field(256, ge=1)
     """Width of the residual stream."""
@@ -248,7 +248,7 @@ class ModelConfig(Section):
     moe: MoEConfig = MoEConfig()
     """Everything else about experts."""
 
-    mtp_layers: int = Field(0, ge=0)
+    mtp_layers: int = Field(0, ge=0, le=100)
     """Multi-token prediction: so many extra blocks, each predicting one token further (DeepSeek-V3: 1)."""
     mtp_loss_coef: float = Field(0.3, ge=0)
     """Weight of the mean multi-token-prediction loss."""
@@ -375,6 +375,7 @@ def check_shape(model: ModelConfig) -> None:
             evidence="RoPE rotates pairs of dimensions.",
             next_step="Choose an even head_dim, and a model.rope_fraction that keeps it even.",
         )
+    _check_rope_scaling(model.rope_scaling)
     if model.attention == "mla":
         _check_mla(model)
     if model.is_moe:
@@ -383,6 +384,22 @@ def check_shape(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.top_k = {model.top_k} without experts (model.num_experts = 0)",
             next_step="Set model.num_experts, or model.top_k = 0.",
+        )
+
+
+def _check_rope_scaling(scaling: RopeScaling) -> None:
+    bounds = {
+        "llama3": ("low_freq_factor", scaling.low_freq_factor, "high_freq_factor", scaling.high_freq_factor),
+        "yarn": ("beta_slow", scaling.beta_slow, "beta_fast", scaling.beta_fast),
+    }
+    if scaling.kind not in bounds:
+        return
+    lower, low, upper, high = bounds[scaling.kind]
+    if low >= high:
+        raise ConfigError(
+            f"model.rope_scaling.{lower} = {low} is not below model.rope_scaling.{upper} = {high}",
+            evidence="Frequencies between the two are blended; there must be a range between them.",
+            next_step=f"The usual values are {'1 and 4' if scaling.kind == 'llama3' else '1 and 32'}.",
         )
 
 

@@ -97,6 +97,13 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        if sorted(self.order) != sorted(axes):
+            raise ConfigError(
+                f"parallel.order = {list(self.order)} is not an order of the axes",
+                evidence=f"Each of {', '.join(axes)} must appear once.",
+                next_step=f"Leave it out for the usual order {list(axes)}, or list all five.",
+            )
         if self.zero == 3 or self.offload != "parameters":
             return self
         raise ConfigError(

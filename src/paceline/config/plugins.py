@@ -17,13 +17,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 
 
 @dataclass
@@ -74,19 +75,31 @@ def load_plugins(names: Sequence[str] | str) -> Registry:
                 f"the plugin {name!r} has no function `register(registry)`",
                 next_step="Define it in that module; it gets a paceline.config.plugins.Registry.",
             )
-        register(registry)
+        try:
+            register(registry)
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise _broken(name, "its function `register` failed", error) from error
     return registry
 
 
 def _import(name: str) -> ModuleType:
     try:
         return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(
-            f"the plugin {name!r} of run.plugins cannot be imported",
-            evidence=f"{type(error).__name__}: {error}",
-            next_step="Give an importable module, or the path of a .py file relative to the working directory.",
-        ) from error
+    except Exception as error:
+        raise _broken(name, "it cannot be imported", error) from error
+
+
+def _broken(name: str, what: str, error: Exception) -> ConfigError:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return ConfigError(
+        f"the plugin {name!r} of run.plugins is not usable: {what}",
+        evidence=f"{type(error).__name__}: {error}{place}",
+        next_step="Give an importable module, or the path of a .py file relative to the working directory; mend it "
+        "where the fault is its own.",
+    )
 
 
 def _import_file(path: Path) -> ModuleType:

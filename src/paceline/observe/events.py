@@ -10,6 +10,7 @@ tensorboard/     the same metrics for TensorBoard
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -136,7 +137,8 @@ class JsonLines:
         try:
             self._end_half_line()
             with self.path.open("ab", buffering=0) as file:
-                file.write(data)
+                if file.write(data) != len(data):  # a full disk takes a part of a line without an error
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise unwritable(self.path, error) from error
 
@@ -170,6 +172,7 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise unwritable(path, error) from error
 
 

@@ -249,8 +249,8 @@ class _Run:
             )
         if evaluator is None:
             return None
-        evaluation = evaluator.run(None)
-        if self.info.is_main:
+        evaluation = evaluator.run(None, should_stop=lambda: bool(self.stop))
+        if self.info.is_main and evaluation is not None:
             name = "test" if test is not None else "valid"
             self.folder.write_event(
                 "evaluation",
@@ -289,7 +289,7 @@ class _Run:
             "model": f"{parameters} parameters" + (f" ({config.model.preset})" if config.model.preset else ""),
             "batch": f"{train.global_batch_size} sequences of {train.seq_len} tokens, "
             f"{micro} micro-batch{'es' * (micro > 1)} a rank",
-            "layout": f"{self.info.world_size} ranks, zero {config.parallel.zero} ({config.parallel.engine} engine), "
+            "layout": f"{self.info.world_size} rank{'s' * (self.info.world_size > 1)}, zero {config.parallel.zero} ({config.parallel.engine} engine), "
             f"{train.precision}, gradients reduced in {config.parallel.reduce_dtype}",
             "device": device_name(self.device),
             "run folder": str(self.folder.path),

@@ -81,6 +81,7 @@ class Trainer:
         self._recent: deque[tuple[int, Sequence[Batch]]] = deque(maxlen=3)
         self.collection = GarbageCollection(config.train.gc_interval)
         self._saved_step = progress.step
+        self._stop: StopRequest | None = None
         self.last_reading: Reading | None = None
         self.first_loss: float | None = None
 
@@ -92,6 +93,7 @@ class Trainer:
         """
         self.step.on_backward_end = lambda number: self.hooks.on_backward_end(BackwardEnd(step=number))
         self.step.model.train()
+        self._stop = stop
         self.meter.start()
         with self.collection:
             while self.progress.step < self.config.train.steps:
@@ -168,7 +170,7 @@ class Trainer:
             return None
         with self.meter.excluded():
             self.step.engine.wait_for_weights()
-            return self.evaluator.run(self.config.train.eval_steps)
+            return self.evaluator.run(self.config.train.eval_steps, should_stop=lambda: bool(self._stop))
 
     def _save(self) -> None:
         if self._saved_step == self.progress.step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -17,6 +17,7 @@ from paceline.data.loader import Loader
 from paceline.models.transformer import Transformer
 from paceline.parallel.collectives import all_reduce
 from paceline.parallel.mesh import ParallelMesh
+from paceline.runtime.process import any_rank
 from paceline.tasks.task import Task
 
 
@@ -86,15 +87,22 @@ class Evaluator:
         self.mesh = mesh
         self.device = device
 
-    def run(self, global_batches: int | None) -> Evaluation:
-        """Scores the first so many global batches, or everything. A collective; weights must be published."""
+    def run(self, global_batches: int | None, *, should_stop: Callable[[], bool] | None = None) -> Evaluation | None:
+        """Scores the first so many global batches, or everything. A collective; weights must be published.
+
+        Args:
+            should_stop: asked between micro-batches; once it is true on any rank, there is no result: None.
+        """
         training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad():
-                sums, histogram = self._score(global_batches)
+                scored = self._score(global_batches, should_stop)
         finally:
             self.model.train(training)
+        if scored is None:
+            return None
+        sums, histogram = scored
         loss_sum, count = sums.tolist()
         if not count:
             return Evaluation(loss=math.nan, tokens=0, unigram_loss=math.nan, bytes_per_token=None)
@@ -105,12 +113,16 @@ class Evaluator:
             bytes_per_token=self.split.bytes_per_token,
         )
 
-    def _score(self, global_batches: int | None) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, global_batches: int | None, should_stop: Callable[[], bool] | None
+    ) -> tuple[Tensor, Tensor] | None:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         histogram = torch.zeros(self.config.model.vocab_size, dtype=torch.int64, device=self.device)
         with self._loader() as loader:
             limit = None if global_batches is None else global_batches * loader.micro_batches_per_step
             for batch in islice(loader, limit):
+                if should_stop is not None and any_rank(should_stop()):
+                    return None
                 batch = self.task.prepare(batch.to(self.device))
                 terms = self.task.loss(self.model, batch)
                 # deliberately not loss_sum: with multi-token prediction it holds more than the next token's loss
