@@ -178,7 +178,7 @@ def test_splits_round_half_to_even(split: str, count: int, expected: tuple) -> N
     assert tuple((r.start, r.stop) for r in split_ranges(split, count)) == expected
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "0,0", "-1,2", "1,2,3,4"])
+@pytest.mark.parametrize("split", ["", "a,b", "0,0", "-1,2", "1,2,3,4", "nan,1,1", "1,nan", "inf,1,1", "1e308,1e308"])
 def test_bad_splits(split: str) -> None:
     with pytest.raises(DataError, match="not a split"):
         split_ranges(split, 10)

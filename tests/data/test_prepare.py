@@ -177,6 +177,32 @@ def test_a_long_line_gives_the_same_ids_as_whole(tmp_path: Path) -> None:
     assert len(data) == 3
 
 
+def test_a_text_without_a_place_to_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.data.encode.LONGEST_STRETCH", 100_000)
+    monkeypatch.setattr("paceline.data.encode.LONG_CHARS", 50_000)
+    tokenizer = train_tokenizer([prose(i) for i in range(50)], tmp_path / "t.json", vocab_size=300)
+    cut, held = prose(1, 60_000), "y" * 90_000
+    path = write_jsonl(tmp_path / "a.jsonl", ["x", cut + "y" * 110_000, cut, held])
+    summary = build(path, tmp_path / "out", tokenizer=tokenizer, max_skipped_share=0.5)
+    assert summary.skipped == {"no place to cut": 1} and summary.documents == 3
+    data = IndexedDataset(tmp_path / "out")
+    assert data.get(1).tolist() == [*tokenizer.encode(cut), tokenizer.eod_id]
+    assert data.get(2).tolist() == [*tokenizer.encode(held), tokenizer.eod_id]
+    entry = json.loads(Path(summary.report).read_text())
+    assert (entry["line"], entry["byte_offset"]) == (2, 14) and "characters in a row (no space" in entry["detail"]
+    with pytest.raises(DataError, match="more than --max-skipped-share"):
+        build(path, tmp_path / "out2", tokenizer=tokenizer)
+    with pytest.raises(DataError, match=r"line 2, byte 14: no place to cut: 1\d\d,\d\d\d characters"):
+        build(path, tmp_path / "out2", tokenizer=tokenizer, strict=True)
+    build(path, tmp_path / "bytes")  # bytes can be cut anywhere
+    assert IndexedDataset(tmp_path / "bytes").num_documents == 4
+    description = json.loads((tmp_path / "t.json").read_text()) | {"pre_tokenizer": None}
+    (tmp_path / "whole.json").write_text(json.dumps(description))
+    whole = load_tokenizer(tmp_path / "whole.json")
+    summary = build(path, tmp_path / "whole", tokenizer=whole, max_skipped_share=0.5)
+    assert summary.skipped == {"no place to cut": 2}
+
+
 def test_held_out_documents(tmp_path: Path) -> None:
     texts = [prose(i) for i in range(400)]
     summary = build(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out", valid_share=0.1, workers=2)
@@ -263,6 +289,14 @@ def _fail(task: int) -> int:
     return task
 
 
+def _surprise(task: int) -> int:
+    raise ZeroDivisionError("of all things")
+
+
+def _exit(task: int) -> int:
+    raise SystemExit(3)
+
+
 def _uneven(task: int) -> int:
     import time
 
@@ -278,6 +312,11 @@ def test_pool() -> None:
     with pytest.raises(DataError, match="task 2") as caught, WorkerPool(_fail, 2) as pool:
         list(pool.map_ordered(range(20)))
     assert caught.value.next_step == "how"
+    with pytest.raises(DataError, match="ZeroDivisionError: of all things") as caught, WorkerPool(_surprise, 2) as pool:
+        list(pool.map_ordered(range(20)))
+    assert "test_prepare.py, line" in caught.value.evidence and "memory" not in str(caught.value)
+    with pytest.raises(DataError, match="SystemExit: 3"), WorkerPool(_exit, 2) as pool:
+        list(pool.map_ordered(range(20)))
 
 
 def test_pool_beside_threads() -> None:

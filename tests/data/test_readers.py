@@ -86,6 +86,7 @@ BAD = [
     (b'{"text": 3}', "not text"),
     (b"[1]", "malformed JSON"),
     (b"[" * 100_000, "malformed JSON"),
+    (b'{"text": "a", "n": 1' + b"0" * 5000 + b"}", "unreadable number"),
 ]
 
 
@@ -148,6 +149,13 @@ def test_long_lines_are_read_like_short_ones(tmp_path: Path, monkeypatch: pytest
     short = read(tmp_path / "a.jsonl")
     monkeypatch.setattr("paceline.data.readers.LONG_LINE", 8)
     assert read(tmp_path / "a.jsonl") == short and short[0] == [text] and short[1][0].kind == "invalid UTF-8"
+
+
+def test_a_long_line_with_a_long_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.data.readers.LONG_LINE", 8)
+    (tmp_path / "a.jsonl").write_bytes('{"text": "é", "n": 1'.encode() + b"0" * 5000 + b'}\n{"text": "b"}')
+    found, problems = read(tmp_path / "a.jsonl")
+    assert found == ["b"] and problems[0].kind == "unreadable number" and "4300 digits" in problems[0].detail
 
 
 def test_finding_files(tmp_path: Path) -> None:

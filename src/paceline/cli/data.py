@@ -79,8 +79,9 @@ def build(
     [bold]What is skipped.[/bold] Empty documents are counted. Invalid UTF-8, malformed
     JSON, a missing key, a value that is no text, and text with lone
     surrogates are counted and listed with file, line, byte offset and reason
-    in OUT.skipped.jsonl. --strict stops at the first one instead. Documents
-    of one token are kept.
+    in OUT.skipped.jsonl. So are documents with a stretch of more than 4
+    million characters (SentencePiece: 16 million) without a place to cut.
+    --strict stops at the first one instead. Documents of one token are kept.
 
     [bold]Held-out data.[/bold] Documents (for text files: whole files) are chosen by a
     hash of their text, so a later build makes the same choice. With --dedup
@@ -88,8 +89,8 @@ def build(
 
     The result is the same for any number of workers. Memory does not grow
     with the input: about 0.1 GiB for each worker. A single very long
-    document adds about four times its size; --dedup adds 2.5 kB for each
-    document.
+    document adds about seven times its size, and up to 2 GiB where it has no
+    place to cut; --dedup adds 2.5 kB for each document.
 
     [bold]Examples[/bold]
 

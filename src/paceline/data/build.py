@@ -131,6 +131,12 @@ def build_datasets(
 def _plan_splits(config: DataConfig) -> list[tuple[str, tuple[DataSource, ...], str]]:
     """(split, its sources, the split string that cuts it from them, or "")."""
     train = () if config.is_synthetic else _sources(config.train)
+    if not train and not config.is_synthetic:
+        raise DataError(
+            "data.train is empty",
+            evidence="It names the data to train on.",
+            next_step='Name a dataset by its prefix, or write data.train = "synthetic" for made-up tokens.',
+        )
     if config.split and train:
         if config.valid or config.test:
             raise DataError(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,7 +17,7 @@ from paceline.data.dedup import NUM_HASHES, exact_hash, signature
 from paceline.data.indexed import dtype_for_vocab
 from paceline.data.pieces import Splitter, splitter_for
 from paceline.data.readers import Document, Problem, ReadOptions, SliceReader, Unit
-from paceline.data.tokenizer import Tokenizer
+from paceline.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from paceline.errors import DataError
 
 BATCH_CHARS = 1 << 18
@@ -26,6 +25,11 @@ BATCH_CHARS = 1 << 18
 BATCH_DOCUMENTS = 4096
 LONG_CHARS = 1 << 20
 """Longer documents are encoded in pieces."""
+LONGEST_STRETCH = 4_000_000
+"""Characters without a place to cut; a longer stretch makes the document a problem. A tokenizer.json takes up to 1.8 GB
+for this many (Chinese characters as bytes; 0.6 to 1 GB for Latin letters)."""
+LONGEST_STRETCH_SENTENCEPIECE = 16_000_000
+"""The same for SentencePiece: up to 1.3 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,8 @@ class UnitEncoder:
                     for item in reader:
                         if isinstance(item, Problem):
                             problems.append(item)
+                        elif (problem := self._without_cut(item, reader)) is not None:
+                            problems.append(problem)
                         else:
                             batch.add(item)
                     lines.append(reader.num_lines)
@@ -141,15 +147,26 @@ class UnitEncoder:
         out[inside] = ids
         return self._checked(out), ended
 
+    def _pieces(self, text: str) -> Iterator[str]:
+        return iter((text,)) if self._splitter is None else self._splitter(text)
+
+    def _without_cut(self, document: Document, reader: SliceReader) -> Problem | None:
+        """The problem of a document with a piece that would take too much memory."""
+        sentencepiece = isinstance(self.tokenizer, SentencePieceTokenizer)
+        limit = LONGEST_STRETCH_SENTENCEPIECE if sentencepiece else LONGEST_STRETCH
+        if len(document.text) <= limit:
+            return None
+        longest = max(map(len, self._pieces(document.text)))
+        if longest <= limit:
+            return None
+        why = "this tokenizer gives none" if self._splitter is None else "no space between two Latin letters"
+        detail = f"{longest:,} characters in a row ({why}); more than {limit:,} would take too much memory"
+        return reader.problem(document.offset, "no place to cut", detail)
+
     def encode_long(self, text: str, file: BinaryIO) -> int:
         """Encodes a long text piece by piece straight into the file; returns its length in tokens."""
-        if self._splitter is None:
-            pieces: Iterable[str] = iter((text,))
-        else:
-            pieces = self._splitter(text)
-        pieces = iter(pieces)
         length = 0
-        while group := list(islice(pieces, 4)):
+        for group in _groups(self._pieces(text)):
             ids = np.concatenate(self.tokenizer.encode_batch(group))
             file.write(self._checked(ids).data)
             length += len(ids)
@@ -166,6 +183,20 @@ class UnitEncoder:
                 next_step="The tokenizer's file is inconsistent: export it again.",
             )
         return ids.astype(self.dtype)
+
+
+def _groups(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """A few pieces at a time; one that is long already by itself."""
+    group: list[str] = []
+    chars = 0
+    for piece in pieces:
+        if group and chars + len(piece) > BATCH_CHARS:
+            yield group
+            group, chars = [], 0
+        group.append(piece)
+        chars += len(piece)
+    if group:
+        yield group
 
 
 class _Batch:

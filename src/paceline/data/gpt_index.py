@@ -20,6 +20,7 @@ Everything is cumulative sums and binary searches over whole arrays; billions of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -247,10 +248,10 @@ def split_ranges(split: str, num_sequences: int) -> tuple[range, range, range]:
         parts = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) <= 0:
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < math.inf:  # NaN fails this too
         raise DataError(
             f"data.split = {split!r} is not a split",
-            evidence="It takes up to three non-negative numbers, train, valid and test.",
+            evidence="It takes up to three finite non-negative numbers, train, valid and test.",
             next_step='Write for instance data.split = "98,1,1".',
         )
     parts += [0.0] * (3 - len(parts))

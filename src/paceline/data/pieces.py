@@ -11,6 +11,7 @@ A cut is made before a space (or line feed) that stands between two ASCII letter
 
 SentencePiece unigram models are encoded whole: the library adds up scores in single precision over the whole text, so
 equal ids in pieces cannot be proved. The same holds for a `tokenizer.json` without a pre-tokenizer.
+`encode` limits what is encoded whole.
 """
 
 from __future__ import annotations

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -20,8 +23,8 @@ class WorkerPool(Generic[Task, Result]):
     """Runs ``work(task)`` in ``num_workers`` processes.
 
     Results come in the order of the tasks and at most ``4 * num_workers`` tasks ahead of the oldest unfinished one, so
-    memory is bounded however uneven the tasks are. A process that dies is a DataError, not a hang. Processes start
-    with the pool: start it before any thread (a progress display), since a fork copies only the calling thread.
+    memory is bounded however uneven the tasks are. A process that dies or raises is a DataError, not a hang. Processes
+    start with the pool: start it before any thread (a progress display), since a fork copies only the calling thread.
     """
 
     def __init__(self, work: Callable[[Task], Result], num_workers: int) -> None:
@@ -99,11 +102,28 @@ class WorkerPool(Generic[Task, Result]):
     def _died(self, connection: Connection) -> DataError:
         process = self._processes[self._connections.index(connection)]
         process.join(5)
+        killed = process.exitcode == -signal.SIGKILL
         return DataError(
             f"a worker process ended unexpectedly (exit code {process.exitcode})",
-            evidence="Exit code -9 usually means that the system ran out of memory.",
+            evidence="It was killed, which usually means that the system ran out of memory."
+            if killed
+            else "It could not say why; a fault in native code ends a process like this.",
             next_step="Use fewer --workers, or look into the system's log.",
         )
+
+
+def _unexpected(error: BaseException) -> DataError:
+    """An exception that nobody foresaw, as a sentence: its type, its text and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"Raised in {Path(frames[-1].filename).name}, line {frames[-1].lineno}. " if frames else ""
+    memory = isinstance(error, MemoryError)
+    return DataError(
+        f"a worker process failed: {type(error).__name__}: {str(error)[:500]}",
+        evidence=place + ("There was not enough memory." if memory else "Nobody foresaw this for any input."),
+        next_step="Use fewer --workers."
+        if memory
+        else "Report it with this message; meanwhile leave out the input that causes it.",
+    )
 
 
 def _serve(connection: Connection, work: Callable[[Task], Result], parent_end: Connection) -> None:
@@ -119,6 +139,8 @@ def _serve(connection: Connection, work: Callable[[Task], Result], parent_end: C
             message = (False, error)
         except OSError as error:
             message = (False, DataError(f"a worker cannot go on: {error}", next_step="Check the disk and the inputs."))
+        except BaseException as error:  # noqa: BLE001 - the last chance to say why; a panic of native code is no Exception
+            message = (False, _unexpected(error))
         try:
             connection.send(message)
         except (BrokenPipeError, ConnectionResetError):

@@ -32,8 +32,9 @@ from paceline.data.dedup import Deduplicator
 from paceline.data.encode import EncodeOptions, UnitEncoder, UnitResult
 from paceline.data.indexed import dataset_prefix
 from paceline.data.indexed_writer import IndexedWriter
+from paceline.data.json_lines import MISSING_KEY
 from paceline.data.pool import WorkerPool
-from paceline.data.readers import MISSING_KEY, InputFile, Problem, ReadOptions, Unit, find_files, units
+from paceline.data.readers import InputFile, Problem, ReadOptions, Unit, find_files, units
 from paceline.data.sidecar import Sidecar, sidecar_path, write_sidecar
 from paceline.data.tokenizer import Tokenizer
 from paceline.errors import DataError

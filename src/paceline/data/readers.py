@@ -9,6 +9,7 @@ What cannot be read is a `Problem` with file, line, byte offset and reason, neve
 
 - bytes that are not UTF-8 (in a text file: the whole file), JSON that does not parse (two objects on a line too), a
   record without the key, a value that is not text;
+- a JSON number with more digits than Python reads (4300);
 - text with a lone surrogate (``"\\ud800"`` in JSON): it has no UTF-8 form, so no tokenizer can read it.
 
 A byte-order mark at the start of a file is dropped, blank lines are not records, line ends are kept as they are.
@@ -16,22 +17,18 @@ A byte-order mark at the start of a file is dropped, blank lines are not records
 
 from __future__ import annotations
 
-import codecs
 import glob as globbing
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from paceline.data.compression import open_decompressed
+from paceline.data.json_lines import LONG_LINE, parse, parse_long, type_name
 from paceline.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet"]
 SUFFIXES: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-MISSING_KEY = "missing key"
-LONG_LINE = 1 << 22
-"""Bytes; a longer line of JSON is parsed with memory in mind."""
 COMPRESSED = (".gz", ".zst")
 
 
@@ -49,6 +46,8 @@ class Document(NamedTuple):
     text: str
     num_bytes: int
     """UTF-8 bytes of the text"""
+    offset: int = 0
+    """byte offset in the (decompressed) file where its line starts"""
 
 
 class Problem(NamedTuple):
@@ -239,7 +238,7 @@ class SliceReader:
         else:
             yield self._file()
 
-    def _problem(self, offset: int, kind: str, detail: str, text_keys: tuple[str, ...] = ()) -> Problem:
+    def problem(self, offset: int, kind: str, detail: str, text_keys: tuple[str, ...] = ()) -> Problem:
         return Problem(self.part.file.path, self.num_lines, offset, kind, detail, text_keys)
 
     def _file(self) -> Document | Problem:
@@ -262,25 +261,21 @@ class SliceReader:
             if not line or line.isspace():
                 continue
             try:
-                if (
-                    is_json
-                    and len(line) > LONG_LINE
-                    and (short := _parse_long(line, self.options.json_key)) is not None
-                ):
+                if is_json and len(line) > LONG_LINE and (short := parse_long(line, self.options.json_key)) is not None:
                     del line
-                    yield short
+                    yield Document(short, len(short.encode()), offset)
                     continue
                 text = line.decode("utf-8")
             except UnicodeDecodeError as error:
-                yield self._problem(offset, *_bad_bytes(error))
+                yield self.problem(offset, *_bad_bytes(error))
                 continue
             del line  # a line may be 100 MB: not two copies of it while the tokenizer works
             if not is_json:
-                yield Document(text, len(text.encode()))
+                yield Document(text, len(text.encode()), offset)
                 continue
-            result = _parse(text, self.options.json_key)
+            result = parse(text, self.options.json_key)
             del text
-            yield self._problem(offset, *result) if isinstance(result, tuple) else _document(self, offset, result)
+            yield self.problem(offset, *result) if isinstance(result, tuple) else _document(self, offset, result)
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
         """(byte offset, line without its end) of the lines that start within the slice."""
@@ -325,12 +320,12 @@ class SliceReader:
                     try:
                         text = value.as_py()
                     except UnicodeDecodeError as error:
-                        yield self._problem(0, *_bad_bytes(error))
+                        yield self.problem(0, *_bad_bytes(error))
                         continue
                     if isinstance(text, str):
                         yield _document(self, 0, text)
                     else:
-                        yield self._problem(0, "not text", f"{key!r} is {_type_name(text)}")
+                        yield self.problem(0, "not text", f"{key!r} is {type_name(text)}")
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(
                 f"{self.part.file.path}: row group {self.part.start} cannot be read",
@@ -353,75 +348,14 @@ def _bad_bytes(error: UnicodeDecodeError) -> tuple[str, str]:
     return "invalid UTF-8", f"byte 0x{error.object[error.start]:02x} at byte {error.start} of it ({error.reason})"
 
 
-def _parse(line: str, key: str) -> str | tuple[str, str] | tuple[str, str, tuple[str, ...]]:
-    """The text of a JSON line, or (kind of problem, detail, keys with text)."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        return "malformed JSON", f"{error.msg} at column {error.colno}"
-    except RecursionError:
-        return "malformed JSON", "nested too deeply"
-    if not isinstance(record, dict):
-        return "malformed JSON", f"{_type_name(record)} where an object was expected"
-    if key not in record:
-        others = sorted((k for k, value in record.items() if isinstance(value, str)), key=lambda k: -len(record[k]))
-        seen = ", ".join(map(repr, list(record)[:8])) or "no keys"
-        return MISSING_KEY, f"no {key!r}; it has {seen}", tuple(others[:4])
-    text = record[key]
-    if not isinstance(text, str):
-        return "not text", f"{key!r} is {_type_name(text)}"
-    return text
-
-
-def _parse_long(line: bytes, key: str) -> Document | None:
-    """As `_parse`, in less memory: one character beyond U+FFFF makes a str take four bytes a character, so the line is
-    parsed with a character for each byte, and only the text becomes a wide str.
-
-    None where this does not apply or something is wrong with the line.
-    """
-    if line.isascii() or b"\\u" in line:  # an escape may stand for a character that looks like a byte
-        return None
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        for start in range(0, len(line), LONG_LINE):
-            decoder.decode(line[start : start + LONG_LINE], final=start + LONG_LINE >= len(line))
-    except UnicodeDecodeError:
-        return None
-    narrow = line.decode("latin-1")
-    del line
-    wanted = key.encode("utf-8", "surrogateescape").decode("latin-1")
-    try:
-        value = json.loads(narrow)[wanted]
-    except (json.JSONDecodeError, RecursionError, KeyError, TypeError):
-        return None
-    if not isinstance(value, str) or len(value) < len(narrow) // 2:
-        return None
-    del narrow
-    content = value.encode("latin-1")
-    del value
-    return Document(content.decode("utf-8"), len(content))
-
-
 def _document(reader: SliceReader, offset: int, text: str) -> Document | Problem:
     if text.isascii():
-        return Document(text, len(text))
+        return Document(text, len(text), offset)
     try:
-        return Document(text, len(text.encode()))
+        return Document(text, len(text.encode()), offset)
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        return reader._problem(offset, "lone surrogate", f"U+{code:04X} at character {error.start} has no UTF-8 form")
-
-
-def _type_name(value: object) -> str:
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), "text" if isinstance(value, str) else type(value).__name__)
+        return reader.problem(offset, "lone surrogate", f"U+{code:04X} at character {error.start} has no UTF-8 form")
 
 
 def texts(files: Sequence[InputFile], options: ReadOptions) -> Iterator[str]:
