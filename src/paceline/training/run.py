@@ -289,7 +289,8 @@ class _Run:
             "model": f"{parameters} parameters" + (f" ({config.model.preset})" if config.model.preset else ""),
             "batch": f"{train.global_batch_size} sequences of {train.seq_len} tokens, "
             f"{micro} micro-batch{'es' * (micro > 1)} a rank",
-            "layout": f"{self.info.world_size} rank{'s' * (self.info.world_size > 1)}, zero {config.parallel.zero} ({config.parallel.engine} engine), "
+            "layout": f"{self.info.world_size} rank{'s' * (self.info.world_size > 1)}, "
+            f"zero {config.parallel.zero} ({config.parallel.engine} engine), "
             f"{train.precision}, gradients reduced in {config.parallel.reduce_dtype}",
             "device": device_name(self.device),
             "run folder": str(self.folder.path),
