@@ -44,7 +44,10 @@ def _plain(text: str) -> list[str]:
     return [Text.from_ansi(line).plain for line in text.splitlines()]
 
 
-def test_the_next_command_can_be_pasted() -> None:
+def test_the_next_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "tensorboard" not in room.next_steps(SUMMARY)
+    (tmp_path / "runs" / "my demo" / "tensorboard").mkdir(parents=True)
     commands = room.next_steps(SUMMARY).split("   |   ")
     assert shlex.split(commands[0])[:3] == ["paceline", "generate", "runs/my demo"]
     assert shlex.split(commands[1])[-1] == "runs/my demo/tensorboard"

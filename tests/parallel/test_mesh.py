@@ -88,7 +88,5 @@ def test_one_rank_needs_no_process_group() -> None:
 def test_degrees_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not make the 4 ranks"):
         ParallelMesh(ParallelConfig(dp_replicate=3), world_size=4, rank=0, device_type="cpu")
-    with pytest.raises(ConfigError, match="not an order"):
-        ParallelMesh(ParallelConfig(order=("pp", "tp")), world_size=1, rank=0, device_type="cpu")
     with pytest.raises(ConfigError, match="does not divide the 1 ranks"):
         ParallelMesh(ParallelConfig(ep=3), world_size=1, rank=0, device_type="cpu")

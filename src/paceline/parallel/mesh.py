@@ -21,7 +21,6 @@ from paceline.config.parallel import ParallelConfig
 from paceline.errors import ConfigError
 from paceline.parallel.collectives import Axis, Traffic
 
-DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("edp", "ep", "etp")
 WEIGHTS_AXIS = "dp_weights"
 """The ranks of dp_shard again, on a communicator of its own: new weights are gathered while the next forward runs, and
@@ -36,14 +35,14 @@ class ParallelMesh:
         device_type: "cuda" or "cpu".
 
     Raises:
-        ConfigError: the degrees do not make the world size, or `parallel.order` is not an order of the dense axes.
+        ConfigError: the degrees do not make the world size.
     """
 
     def __init__(self, config: ParallelConfig, *, world_size: int, rank: int, device_type: str) -> None:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         self.world_size, self.rank, self.device_type = world_size, rank, device_type
         self.traffic = Traffic()
-        self._order = _checked_order(config)
+        self._order = config.order
         self._grids = _dense_grids(config, world_size, self._order) | _expert_grids(config, world_size, self._order)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, grid) for name, grid in self._grids.items()}
@@ -124,16 +123,6 @@ class ParallelMesh:
             return Axis(name=name, ranks=axis.ranks, index=axis.index, group=axis.group, traffic=self.traffic)
         groups = {tuple(line): dist.new_group(line) for line in self._grids[like].tolist()}
         return Axis(name=name, ranks=axis.ranks, index=axis.index, group=groups[axis.ranks], traffic=self.traffic)
-
-
-def _checked_order(config: ParallelConfig) -> tuple[str, ...]:
-    if sorted(config.order) == sorted(DENSE_AXES):
-        return config.order
-    raise ConfigError(
-        f"parallel.order = {list(config.order)} is not an order of the axes",
-        evidence=f"Each of {', '.join(DENSE_AXES)} must appear once.",
-        next_step=f"Leave it out for the usual order {list(DENSE_AXES)}, or list all five.",
-    )
 
 
 def _dense_grids(config: ParallelConfig, world_size: int, order: tuple[str, ...]) -> dict[str, torch.Tensor]:
