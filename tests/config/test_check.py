@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from paceline.config.check import check, refuse_errors
-from paceline.config.load import resolve
+from paceline.config.check import UNREAD, check, refuse_errors
+from paceline.config.load import field_names, resolve
+from paceline.config.run import RunConfig
 from paceline.errors import ConfigError
 
 
@@ -68,3 +72,33 @@ def test_a_router_that_would_not_learn_is_told() -> None:
     assert [finding.id for finding in check(recipe.config, recipe.registry, 1)] == ["config.untrained-router"]
     recipe = resolve({}, ["model.preset=tiny_switch", "train.seq_len=64"])
     assert check(recipe.config, recipe.registry, 1) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.pipeline_schedule=zbv",
+        "parallel.stages_per_rank=2",
+        "parallel.pipeline_layout=[2, 2]",
+        "parallel.cp_method=ulysses",
+        "cluster.nodes=2",
+        "cluster.gpus_per_node=4",
+        "cluster.calibration=rates.toml",
+    ],
+)
+def test_a_field_that_nothing_reads_is_refused(override: str) -> None:
+    assert override.partition("=")[0] in refused(1, override).subject
+
+
+def test_every_field_is_read_somewhere_or_refused() -> None:
+    """A field that is accepted and ignored misleads: someone thinks it is on."""
+    source = Path(__file__).parents[2] / "src" / "paceline"
+    outside = "\n".join(path.read_text() for path in source.rglob("*.py") if path.parent.name != "config")
+    inside = "\n".join(path.read_text() for path in (source / "config").glob("*.py"))
+    unread = [
+        key
+        for key in field_names(RunConfig)
+        if not re.search(rf"\.{(leaf := key.rpartition('.')[2])}\b|\"{leaf}\"", outside)
+        and not re.search(rf"(self|model|moe)\.{leaf}\b", inside)
+    ]
+    assert unread == [f"{section}.{name}" for section, name in UNREAD]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from paceline.checkpoint import manifest as manifests
@@ -56,7 +57,7 @@ def newest_whole(folder: Path, *, ranks: Ranks | None = None, report: Report | N
     for candidate in map(Path, reversed(candidates)):
         problems = _all_problems(candidate, ranks)
         if not problems:
-            return ranks.gather(f"opening {candidate}", lambda path=candidate: open_checkpoint(path))[ranks.rank]  # type: ignore[misc]
+            return ranks.gather(f"opening {candidate}", partial(open_checkpoint, candidate))[ranks.rank]
         damaged.append(f"{candidate.name}: {problems[0]}")
         if report is not None and ranks.is_first:
             report(_damaged(candidate, problems))

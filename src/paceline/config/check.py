@@ -13,6 +13,17 @@ from paceline.config.run import RunConfig
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 
+UNREAD = (
+    ("parallel", "pipeline_schedule"),
+    ("parallel", "stages_per_rank"),
+    ("parallel", "pipeline_layout"),
+    ("parallel", "cp_method"),
+    ("cluster", "nodes"),
+    ("cluster", "gpus_per_node"),
+    ("cluster", "calibration"),
+)
+"""Fields of the schema that belong to parts which are not there yet; anything but the default is refused."""
+
 
 def check(config: RunConfig, registry: Registry, world_size: int) -> list[Finding]:
     """Everything that is known to be wrong or doubtful about this recipe on so many ranks.
@@ -57,6 +68,16 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
                 f"parallel.{axis} = {getattr(parallel, axis)} is not available in this version",
                 "Data parallelism is: parallel.dp_replicate, parallel.dp_shard and parallel.zero.",
                 f"Set parallel.{axis} = 1; parallel.zero = 3 shards parameters where they do not fit.",
+            )
+    for section, name in UNREAD:
+        values, default = getattr(config, section), type(getattr(config, section)).model_fields[name].default
+        if (value := getattr(values, name)) != default:
+            yield _error(
+                "config.not-yet",
+                f"{section}.{name} = {list(value) if isinstance(value, tuple) else value!r} is not available in this "
+                "version",
+                "Nothing reads it yet, so it would change nothing.",
+                f"Leave {section}.{name} out.",
             )
     if config.train.precision == "fp8":
         yield _error(

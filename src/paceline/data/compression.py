@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, cast
@@ -31,7 +32,7 @@ class DecompressedFile:
             raise self._damaged(error) from error
         self._stream: BinaryIO = self._file
         if compression == ".gz":
-            self._stream = gzip.GzipFile(fileobj=self._file)  # type: ignore[assignment]
+            self._stream = cast("BinaryIO", gzip.GzipFile(fileobj=self._file))
         elif compression == ".zst":
             # files written in parallel consist of several frames
             source = cast("BinaryIO", WholeFrames(self._file))  # the decoder only calls read
@@ -75,4 +76,4 @@ class DecompressedFile:
         )
 
 
-_DAMAGE = (OSError, EOFError, zstandard.ZstdError, gzip.zlib.error)  # type: ignore[attr-defined]
+_DAMAGE = (OSError, EOFError, zstandard.ZstdError, zlib.error)

@@ -21,9 +21,9 @@ import glob as globbing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
-from paceline.data.compression import open_decompressed
+from paceline.data.compression import DecompressedFile, open_decompressed
 from paceline.data.json_lines import LONG_LINE, parse, parse_long, type_name
 from paceline.errors import DataError
 
@@ -334,10 +334,10 @@ class SliceReader:
             ) from error
 
 
-def _skip_line(stream: object) -> int:
+def _skip_line(stream: BinaryIO | DecompressedFile) -> int:
     """Reads past the next line end in bounded memory; returns the bytes read."""
     skipped = 0
-    while block := stream.readline(1 << 20):  # type: ignore[attr-defined]
+    while block := stream.readline(1 << 20):
         skipped += len(block)
         if block.endswith(b"\n"):
             break
