@@ -24,7 +24,7 @@ from paceline.parallel.collectives import Axis, all_reduce
 from paceline.parallel.engine import MainParameter
 from paceline.parallel.flat_group import FlatGroup, FlatSettings
 from paceline.parallel.lanes import Lane
-from paceline.parallel.mesh import WEIGHTS_AXIS, ParallelMesh
+from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.parameters import DTYPES, Precision, Site, parameter_sites, persistent_buffers, units
 from paceline.parallel.reduction import GradientReducer, SumReducer
 
@@ -54,7 +54,7 @@ class FlatEngine:
         self.model = model
         self._device = device
         if config.zero == 1:
-            self._shard_axis, weights_axis, replicate_axis = mesh["dp_shard"], mesh[WEIGHTS_AXIS], mesh["dp_replicate"]
+            self._shard_axis, weights_axis, replicate_axis = mesh["dp_shard"], mesh["dp_weights"], mesh["dp_replicate"]
         else:
             self._shard_axis = weights_axis = Axis.alone("dp_shard", mesh.rank)
             replicate_axis = mesh["dp"]

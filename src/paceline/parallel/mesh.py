@@ -5,8 +5,18 @@ One grid of ranks, two views of it:
     dense    pp, dp_replicate, dp_shard, cp, tp     in the order of `parallel.order`
     expert   pp, edp, ep, etp                       the same ranks of a pipeline stage, folded differently
 
-and the joined axes ``dp`` (dp_replicate x dp_shard: ranks that read different data) and ``world``. Example: 8 ranks
-with dp_replicate 2, dp_shard 2, tp 2 and ep 4: rank 5 has coordinate dp_replicate 1, dp_shard 0, tp 1, and edp 1, ep 1.
+and joined axes:
+
+    dp             dp_replicate x dp_shard    ranks that read different data
+    dp_cp          dp x cp                    ranks that have different labels
+    dp_shard_cp    dp_shard x cp              ranks that share the optimizer state of dense parameters
+    cp_tp          cp x tp                    ranks that hold parts of the same sequences
+    stage          all but pp                 ranks of one pipeline stage
+    ends           first and last of pp       ranks that hold the embedding, if both ends need it
+    world          everything
+
+Example: 8 ranks with dp_replicate 2, dp_shard 2, tp 2 and ep 4: rank 5 has coordinate dp_replicate 1, dp_shard 0, tp 1,
+and edp 1, ep 1.
 
 A mesh is an object, never a global: two meshes in one process work.
 """
@@ -22,9 +32,16 @@ from paceline.errors import ConfigError
 from paceline.parallel.collectives import Axis, Traffic
 
 EXPERT_AXES = ("edp", "ep", "etp")
-WEIGHTS_AXIS = "dp_weights"
-"""The ranks of dp_shard again, on a communicator of its own: new weights are gathered while the next forward runs, and
-a small sum on dp_shard must not queue up behind them."""
+JOINED_AXES: dict[str, tuple[str, ...]] = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "cp_tp": ("cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
+}
+WEIGHTS_AXES = {"dp_weights": "dp_shard_cp", "edp_weights": "edp"}
+"""The ranks of another axis again, on a communicator of its own: new weights are gathered while the next forward runs,
+and a small sum must not queue up behind them."""
 
 
 class ParallelMesh:
@@ -46,7 +63,8 @@ class ParallelMesh:
         self._grids = _dense_grids(config, world_size, self._order) | _expert_grids(config, world_size, self._order)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, grid) for name, grid in self._grids.items()}
-        self._axes[WEIGHTS_AXIS] = self._own_communicator(WEIGHTS_AXIS, "dp_shard", needed=config.zero == 1)
+        for name, like in WEIGHTS_AXES.items():
+            self._axes[name] = self._own_communicator(name, like, needed=config.zero == 1)
 
     def __getitem__(self, axis: str) -> Axis:
         """The ranks that differ from this one along ``axis`` only, with the means to talk to them."""
@@ -54,6 +72,15 @@ class ParallelMesh:
 
     def size(self, axis: str) -> int:
         return self._axes[axis].size
+
+    def runs(self, axis: str, size: int) -> Axis:
+        """The run of ``size`` neighbouring ranks of ``axis`` that this rank is in. Collective, as making a mesh is.
+
+        Of tp 4 with size 2: ranks 0 and 1, and ranks 2 and 3.
+        """
+        grid = self._grids[axis]
+        assert grid.shape[1] % size == 0, f"runs of {size} in {axis} of {grid.shape[1]}"
+        return self._axis(f"{axis}_runs", grid.reshape(-1, size))
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of ``axis``. Of an axis of size 1 it is made on first use: nothing ever talks over it."""
@@ -81,11 +108,13 @@ class ParallelMesh:
         return self._axes["dp"].size
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """This rank's part of the grid along ``axes`` as the library's object, on the same process groups."""
-        assert all(axis in self._order for axis in axes), axes
-        lines = self._grids_along(axes)
+        """This rank's part of the grid along ``axes`` as the library's object, on the same process groups.
+
+        Several axes must be dense ones, or joined of dense ones; an expert axis stands alone.
+        """
         if len(axes) == 1:
             return DeviceMesh.from_group(self.group(axes[0]), self.device_type, mesh_dim_names=axes)
+        lines = self._grids_along(axes)
         return DeviceMesh.from_group(
             [self.group(axis) for axis in axes], self.device_type, mesh=lines, mesh_dim_names=axes
         )
@@ -97,15 +126,18 @@ class ParallelMesh:
 
     def _grids_along(self, axes: tuple[str, ...]) -> torch.Tensor:
         """Ranks that agree with this one on every other axis: a tensor with one dim for each of ``axes``."""
-        shape = tuple(self.size(axis) for axis in self._order)
-        grid = torch.arange(self.world_size).view(shape)
-        index = tuple(slice(None) if axis in axes else self._axes[axis].index for axis in self._order)
-        kept = [axis for axis in self._order if axis in axes]
-        return grid[index].permute([kept.index(axis) for axis in axes]).contiguous()
+        parts = [JOINED_AXES.get(axis, (axis,)) for axis in axes]
+        inside = [part for names in parts for part in names]
+        assert all(part in self._order for part in inside), axes
+        grid = torch.arange(self.world_size).view([self.size(axis) for axis in self._order])
+        index = tuple(slice(None) if axis in inside else self._axes[axis].index for axis in self._order)
+        kept = [axis for axis in self._order if axis in inside]
+        lines = grid[index].permute([kept.index(part) for part in inside])
+        return lines.reshape([self.size(axis) for axis in axes]).contiguous()
 
     def _axis(self, name: str, lines: torch.Tensor) -> Axis:
-        """``lines``: [number of groups, size], every rank once."""
-        own: tuple[int, ...] = ()
+        """``lines``: [number of groups, size], a rank at most once; one that is in none is alone."""
+        own: tuple[int, ...] = (self.rank,)
         group: dist.ProcessGroup | None = None
         for line in lines.tolist():
             ranks = tuple(line)
@@ -128,9 +160,18 @@ class ParallelMesh:
 def _dense_grids(config: ParallelConfig, world_size: int, order: tuple[str, ...]) -> dict[str, torch.Tensor]:
     grid = _dense_grid(config, world_size, order)
     grids = {axis: _lines(grid, [order.index(axis)]) for axis in order}
-    grids["dp"] = _lines(grid, [order.index("dp_replicate"), order.index("dp_shard")])
+    grids |= {name: _lines(grid, [order.index(part) for part in parts]) for name, parts in JOINED_AXES.items()}
     grids["world"] = torch.arange(world_size).view(1, world_size)
+    grids["ends"] = _ends(grids["pp"])
     return grids
+
+
+def _ends(pipelines: torch.Tensor) -> torch.Tensor:
+    """[pipelines, 2]: first and last rank of each; with one or two stages the pipelines themselves.
+
+    Only those ranks are in it: for those between them `_axis` makes an axis of one.
+    """
+    return pipelines[:, [0, -1]] if pipelines.shape[1] > 1 else pipelines
 
 
 def _dense_grid(config: ParallelConfig, world_size: int, order: tuple[str, ...]) -> torch.Tensor:
