@@ -9,15 +9,34 @@ import torch
 
 from paceline.config.model import ModelConfig
 from paceline.config.presets import preset
-from paceline.models.init import fill_normal, init_parameter, initial_std
+from paceline.models.init import WeightInit, initial_std
 from paceline.models.transformer import Transformer
+
+
+def filled(init: WeightInit, name: str, *whole: int, box: tuple[slice, ...] = ()) -> torch.Tensor:
+    """The part ``box`` of a parameter, made alone."""
+    place = torch.empty(whole)[box]
+    offsets = [part.start or 0 for part in box] + [0] * (len(whole) - len(box))
+    value = torch.full(place.shape, float("nan"))
+    init(name, value, whole, offsets)
+    return value
+
+
+def test_a_part_is_the_same_part_of_the_whole() -> None:
+    init = WeightInit(ModelConfig(), 3)
+    boxes = {
+        (2500, 6): [(slice(0, 7),), (slice(1000, 1030),), (slice(1024, 2048),), (slice(2499, 2500), slice(2, 5))],
+        (4, 2, 700, 3): [(slice(1, 3),), (slice(0, 4), slice(0, 2), slice(350, 700)), (slice(3, 4), slice(1, 2))],
+    }
+    for whole, parts in boxes.items():
+        everything = filled(init, "experts.up_weight", *whole)
+        for box in parts:
+            assert torch.equal(filled(init, "experts.up_weight", *whole, box=box), everything[box]), box
 
 
 def test_padding_rows_changes_no_other_row() -> None:
     for rows, padded in ((50257, 50304), (1000, 1024), (1024, 2048)):
-        plain, wide = torch.empty(rows, 4), torch.empty(padded, 4)
-        fill_normal(plain, 0.02, 7, "embed.weight")
-        fill_normal(wide, 0.02, 7, "embed.weight")
+        plain, wide = (filled(WeightInit(ModelConfig(), 7), "embed.weight", count, 4) for count in (rows, padded))
         assert torch.equal(plain, wide[:rows])
 
 
@@ -34,9 +53,7 @@ def test_layers_do_not_depend_on_how_many_there_are() -> None:
 def test_seeds_and_names_give_other_numbers() -> None:
     values = []
     for seed, name in ((1, "a.weight"), (2, "a.weight"), (1, "b.weight")):
-        value = torch.empty(8, 8)
-        fill_normal(value, 1.0, seed, name)
-        values.append(value)
+        values.append(filled(WeightInit(ModelConfig(), seed), f"x.{name}", 8, 8))
     assert not torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
 
 
@@ -76,7 +93,5 @@ def test_kinds() -> None:
 
 def test_unit_offset_norms_start_at_zero_and_stacked_residuals_are_scaled() -> None:
     config = ModelConfig(norm_unit_offset=True, num_layers=8)
-    value = torch.empty(4)
-    init_parameter("blocks.0.attention.q_norm.weight", value, config, 0)
-    assert not value.any()
+    assert not filled(WeightInit(config, 0), "blocks.0.attention.q_norm.weight", 4).any()
     assert initial_std("blocks.0.feed_forward.experts.down_weight", config) == pytest.approx(0.02 / 4)

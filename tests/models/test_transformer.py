@@ -246,3 +246,32 @@ def test_casting_the_whole_model_keeps_rotary_angles_exact() -> None:
     low = Transformer(cast.config, dtype=torch.bfloat16)
     low.load_state_dict(cast.state_dict())
     assert torch.equal(total(cast(tokens, labels)), total(low(tokens, labels)))
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt", "tiny_llama", "tiny_deepseek"])
+def test_parts_in_a_row_are_the_model(name: str) -> None:
+    config = ModelConfig(**preset(name) | {"num_layers": 4, "dropout": 0.0})
+    model = Transformer(config)
+    model.init_weights(1)
+    tokens, labels = (torch.randint(config.vocab_size, (2, 9)) for _ in "ab")
+    parts = [
+        model.part(range(0, 1), first=True, last=False),
+        model.part(range(1, 3), first=False, last=False),
+        model.part(range(3, 4), first=False, last=True),
+    ]
+    whole = model(tokens, labels)
+    hidden, aux_loss = None, 0.0
+    for part in parts:
+        output = part(tokens, labels, hidden=hidden)
+        hidden = output.hidden
+        aux_loss += 0.0 if output.aux_loss is None else float(output.aux_loss)
+    assert torch.equal(output.loss_sum, whole.loss_sum)
+    assert aux_loss == pytest.approx(0.0 if whole.aux_loss is None else float(whole.aux_loss))
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert set(names) == {name for name, _ in model.named_parameters()}
+    twice = {name for name in names if names.count(name) > 1}
+    # tied, or read by multi-token prediction
+    assert {name.partition(".")[0] for name in twice} == ({"embed"} if model.needs_embedding_last else set())
+    hooked = parts[0].register_forward_pre_hook(lambda *_: None)
+    assert not model._forward_pre_hooks and not parts[1]._forward_pre_hooks
+    hooked.remove()

@@ -70,7 +70,7 @@ def generate_ids(
         ConfigError: a prompt has no token, or fills the model's longest sequence.
     """
     _check_prompts(model, prompts)
-    rows = _Rows.pad(prompts, device=model.embed.weight.device)
+    rows = _Rows.pad(prompts, device=next(model.parameters()).device)
     max_new = min(params.max_tokens, model.config.max_seq_len - rows.longest)
     cache = KVCache(len(prompts), rows.longest + max_new, core)
     numbers = range(len(prompts)) if numbers is None else numbers

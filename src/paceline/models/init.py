@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,28 +31,53 @@ def initial_std(name: str, config: ModelConfig) -> float:
     return config.init_std
 
 
-@torch.no_grad()
-def init_parameter(name: str, value: Tensor, config: ModelConfig, seed: int) -> None:
-    """Fills the full value of the parameter called `name` in place.
+@dataclass(frozen=True)
+class WeightInit:
+    """Fills parts of parameters: the same numbers whoever holds which part.
 
     Biases are 0, norms the identity, matrices normal with `initial_std`.
     """
-    if "norm" in name.split(".")[-2] and name.endswith(".weight"):
-        value.fill_(0.0 if config.norm_unit_offset else 1.0)
-    elif name.endswith("bias"):
-        value.zero_()
-    else:
-        fill_normal(value, initial_std(name, config), seed, name)
+
+    config: ModelConfig
+    seed: int
+
+    @torch.no_grad()
+    def __call__(self, name: str, value: Tensor, whole: Sequence[int], offsets: Sequence[int]) -> None:
+        """Fills ``value``, the part that begins at ``offsets`` of the parameter ``name`` of shape ``whole``."""
+        if "norm" in name.split(".")[-2] and name.endswith(".weight"):
+            value.fill_(0.0 if self.config.norm_unit_offset else 1.0)
+        elif name.endswith("bias"):
+            value.zero_()
+        else:
+            _fill_normal(value, whole, offsets, initial_std(name, self.config), f"{self.seed}/{name}")
 
 
-@torch.no_grad()
-def fill_normal(value: Tensor, std: float, seed: int, name: str) -> None:
-    """Normal numbers in place, a block of `_ROWS` rows of the flattened matrix at a time."""
-    rows = value.view(-1, value.shape[-1])
+def _fill_normal(value: Tensor, whole: Sequence[int], offsets: Sequence[int], std: float, stream: str) -> None:
+    """Normal numbers in place, a block of `_ROWS` rows of the flattened matrix at a time; others are not drawn."""
+    if not value.numel():
+        return
+    rows = _row_numbers(value.shape, whole, offsets)
+    columns = slice(offsets[-1], offsets[-1] + value.shape[-1])
+    own = value.view(-1, value.shape[-1])
     generator = torch.Generator(device=value.device)
-    for number, start in enumerate(range(0, rows.shape[0], _ROWS)):
-        digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
+    blocks, counts = (rows // _ROWS).unique_consecutive(return_counts=True)
+    start = 0
+    for number, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+        digest = hashlib.sha256(f"{stream}/{number}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        part = rows[start : start + _ROWS]
-        drawn = torch.randn(_ROWS, rows.shape[1], generator=generator, device=value.device)
-        part.copy_(drawn[: part.shape[0]] * std)
+        drawn = torch.randn(_ROWS, whole[-1], generator=generator, device=value.device)
+        first = int(rows[start]) - number * _ROWS
+        if int(rows[start + count - 1]) - number * _ROWS == first + count - 1:
+            part = drawn[first : first + count, columns]
+        else:
+            part = drawn[rows[start : start + count].to(value.device) - number * _ROWS, columns]
+        own[start : start + count].copy_(part * std)
+        start += count
+
+
+def _row_numbers(shape: Sequence[int], whole: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """int64, ascending: which rows of the flattened whole (all dims but the last) a part has, in its own order."""
+    rows = torch.zeros(1, dtype=torch.int64)
+    for size, here, offset in zip(whole[:-1], shape[:-1], offsets[:-1], strict=True):
+        rows = (rows[:, None] * size + torch.arange(offset, offset + here)).flatten()
+    return rows

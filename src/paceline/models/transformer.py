@@ -5,6 +5,7 @@ Dims: B sequences, T tokens, C hidden, V vocabulary, L expert layers, E experts.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from paceline.kernels.attention import AttentionCore, attention_core
 from paceline.kernels.cross_entropy import IGNORE_INDEX, ChunkedHeadLoss, HeadLoss, head_logits
 from paceline.models.attention import CosSin, GroupedQueryAttention, LatentAttention
 from paceline.models.block import Block
-from paceline.models.init import init_parameter
+from paceline.models.init import WeightInit
 from paceline.models.moe import BlockExtras, MoE
 from paceline.models.norm import make_norm
 from paceline.models.rope import Rope
@@ -37,6 +38,8 @@ class ModelOutput(NamedTuple):
     """[B, T, V], if there were no labels."""
     stats: dict[str, Tensor]
     """Detached: "loss_sum_main", "loss_sum_mtp", "moe/load" [L, E], "moe/dropped" [L]."""
+    hidden: Tensor | None = None
+    """[B, T, C], from a part of the model that is not the last."""
 
 
 class Embedding(nn.Module):
@@ -113,11 +116,17 @@ class MultiTokenPrediction(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model. Knows nothing of ranks.
+    """A decoder-only language model, or a part of one (`part`). Knows nothing of ranks.
 
     Three seams may be given other objects: the attention core (`set_attention_core`), the dispatcher of each `MoE`, and
     `head_loss`.
     """
+
+    embed: Embedding | None
+    """None in a part that does not need it."""
+    norm: nn.Module | None
+    """None in a part that is not the last, as `head`."""
+    head: Head | None
 
     def __init__(
         self,
@@ -131,6 +140,7 @@ class Transformer(nn.Module):
         super().__init__()
         core = core or attention_core("auto")
         self.config = config
+        self.is_first = self.is_last = True
         self.head_loss: HeadLoss = head_loss or ChunkedHeadLoss()
         self.rope = Rope(config) if config.position == "rope" else None
         self.embed = Embedding(config, dtype, device)
@@ -146,6 +156,34 @@ class Transformer(nn.Module):
             }
         )
 
+    def part(self, blocks: range, *, first: bool, last: bool) -> Transformer:
+        """A view of consecutive blocks: the same modules under the same names, so parameters are shared, not copied.
+
+        Args:
+            first: it embeds tokens; otherwise its `forward` is given hidden states.
+            last: it has norm, head and multi-token prediction; otherwise its `forward` gives hidden states. It has the
+                embedding too if the head is tied to it or multi-token prediction reads it.
+        """
+        part = copy.copy(self)
+        # containers of its own: modules, and hooks that are put on one part only
+        part.__dict__.update(
+            {name: copy.copy(value) for name, value in self.__dict__.items() if isinstance(value, dict)}
+        )
+        part.is_first, part.is_last = first, last
+        # a container holds no parameters of its own
+        part.blocks = nn.ModuleDict({str(index): self.blocks[str(index)] for index in blocks})
+        if not (first or (last and self.needs_embedding_last)):
+            part.embed = None
+        if not last:
+            part.norm = part.head = None
+            part.mtp = nn.ModuleDict()
+        return part
+
+    @property
+    def needs_embedding_last(self) -> bool:
+        """Whether what comes after the last block reads the embedding's weight."""
+        return self.config.tie_embeddings or self.config.mtp_layers > 0
+
     def forward(
         self,
         tokens: Tensor,
@@ -153,22 +191,27 @@ class Transformer(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> ModelOutput:
         """Args:
         tokens: int64 [B, T].
         labels: int64 [B, T], the token after each token; IGNORE_INDEX has no loss. None asks for logits.
         positions: int64 [B, T]; None = 0 ... T-1.
         documents: integers [B, T]; tokens of different documents do not see each other. None = one document.
+        hidden: [B, T, C] from the part before; only a part that is not the first takes it.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos_sin = self.rope(positions) if self.rope is not None else None
         extras: list[BlockExtras] = []
-        x_BTC = self.embed(tokens, positions)
+        x_BTC = self._start(tokens, positions, hidden)
         for block in self.blocks.values():
             x_BTC, extra = block(x_BTC, cos_sin, documents)
             if extra is not None:
                 extras.append(extra)
+        if not self.is_last:
+            return ModelOutput(None, None, _sum_aux(extras), None, _moe_stats(extras), x_BTC)
+        assert self.norm is not None
         hidden_BTC = self.norm(x_BTC)
         if labels is None:
             logits, _ = self._head(hidden_BTC, None)
@@ -181,8 +224,22 @@ class Transformer(nn.Module):
             loss_sum = loss_sum + self.config.mtp_loss_coef * mtp_sum
         return ModelOutput(loss_sum, num_tokens, _sum_aux(extras), None, stats | _moe_stats(extras))
 
+    def _start(self, tokens: Tensor, positions: Tensor, hidden: Tensor | None) -> Tensor:
+        assert self.is_first == (hidden is None), (
+            "a part that is not the first is given hidden states, the first is not"
+        )
+        if hidden is not None:
+            return hidden
+        assert self.embed is not None
+        return self.embed(tokens, positions)
+
     def _head(self, hidden_BTC: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.head(hidden_BTC, labels, self.head_loss, self.embed.weight if self.head.weight is None else None)
+        assert self.head is not None
+        tied_weight_VC = None
+        if self.head.weight is None:
+            assert self.embed is not None
+            tied_weight_VC = self.embed.weight
+        return self.head(hidden_BTC, labels, self.head_loss, tied_weight_VC)
 
     def _mtp_loss(
         self,
@@ -195,6 +252,7 @@ class Transformer(nn.Module):
         extras: list[BlockExtras],
     ) -> Tensor:
         """Mean over the depths of their summed losses. Extras of expert blocks are added to `extras`."""
+        assert self.embed is not None
         total = torch.zeros((), dtype=torch.float32, device=hidden_BTC.device)
         for depth, module in enumerate(self.mtp.values(), start=1):
             # the last `depth` positions have no next token in this row: their output has no label and nobody sees them
@@ -212,8 +270,9 @@ class Transformer(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         """Fills parameters and buffers, also right after `to_empty()` from the meta device."""
+        init = WeightInit(self.config, seed)
         for name, parameter in self.named_parameters():
-            init_parameter(name, parameter.data, self.config, seed)
+            init(name, parameter.data, parameter.shape, (0,) * parameter.dim())
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
