@@ -11,7 +11,14 @@ from torch import Tensor
 
 from paceline.config.model import FeedForwardSpec, MoEConfig, MoESpec
 from paceline.models.moe import LocalDispatcher, MoE
-from paceline.models.router import balance_loss, count_per_sequence, keep_best_groups, select, within_capacity
+from paceline.models.router import (
+    Routing,
+    balance_loss,
+    count_per_sequence,
+    keep_best_groups,
+    select,
+    within_capacity,
+)
 
 
 def moe(num_experts: int = 4, top_k: int = 2, bias: bool = False, activation: Any = "swiglu", **routing: Any) -> MoE:
@@ -202,7 +209,9 @@ def test_bf16_router_computes_in_fp32() -> None:
 
 def test_dispatcher_brings_rows_back() -> None:
     x, experts = torch.randn(6, 3), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0], [1, 2]])
-    sent = LocalDispatcher().dispatch(x, experts, torch.ones(6, 2), torch.tensor([4, 4, 4]))
+    none = torch.zeros(())
+    routing = Routing(experts, torch.ones(6, 2), None, none, load=torch.tensor([4, 4, 4]), dropped=none)
+    sent = LocalDispatcher().dispatch(x, routing)
     assert torch.equal(sent.rows[:4], x[[0, 1, 3, 4]])
     torch.testing.assert_close(LocalDispatcher().combine(sent.rows, sent.route), 2 * x)
 

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from paceline.config.model import FeedForwardSpec, MoESpec
 from paceline.kernels.grouped_gemm import grouped_gemm
 from paceline.models.feed_forward import FeedForward, activation_function
-from paceline.models.router import Router
+from paceline.models.router import Router, Routing
 
 
 class BlockExtras(NamedTuple):
     """What an expert layer says beside its output. Returned, never stored, so that a block can be recomputed."""
 
     aux_loss: Tensor
-    """fp32 scalar, with gradient: router losses summed over sequences, coefficients included."""
+    """fp32 or wider, scalar, with gradient: router losses of the tokens here, summed over sequences, coefficients
+    included."""
     load: Tensor
-    """int64 [E], tokens that chose each expert."""
+    """int64 [E], tokens here that chose each expert."""
     dropped: Tensor
-    """int64 scalar, assignments dropped for lack of capacity."""
+    """int64 scalar, assignments of tokens here that were dropped for lack of capacity."""
 
 
 class Dispatched(NamedTuple):
@@ -45,8 +46,11 @@ class Dispatched(NamedTuple):
 class TokenDispatcher(Protocol):
     """The seam of expert parallelism: brings tokens to experts and their outputs back."""
 
-    def dispatch(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor, load_E: Tensor) -> Dispatched:
-        """Sorts the assignments by expert. `load_E` says how many each expert has."""
+    def dispatch(self, x_NC: Tensor, routing: Routing) -> Dispatched:
+        """Brings the tokens here to the experts they chose, and to this rank's experts the tokens that chose them.
+
+        Assignments that were dropped need not travel: their weight is 0.
+        """
         ...
 
     def combine(self, rows_AC: Tensor, route: Any) -> Tensor:
@@ -57,15 +61,17 @@ class TokenDispatcher(Protocol):
 class LocalDispatcher:
     """All experts are here: a sort and two gathers."""
 
-    def dispatch(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor, load_E: Tensor) -> Dispatched:
+    def dispatch(self, x_NC: Tensor, routing: Routing) -> Dispatched:
+        experts_NK = routing.experts
         order_A = experts_NK.flatten().argsort(stable=True)
         inverse_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
         route = (order_A, inverse_A, experts_NK.shape[1])
-        rows_AC = _SpreadRows.apply(x_NC, *route)
-        return Dispatched(rows_AC, weights_NK.flatten().gather(0, order_A), load_E, route)
+        # rows of dropped assignments are computed too: leaving them out would make the host wait for their number
+        rows_AC = SpreadRows.apply(x_NC, *route)
+        return Dispatched(rows_AC, routing.weights.flatten().gather(0, order_A), routing.load, route)
 
     def combine(self, rows_AC: Tensor, route: Any) -> Tensor:
-        return _GatherRows.apply(rows_AC, *route)
+        return GatherRows.apply(rows_AC, *route)
 
 
 def _spread(x_NC: Tensor, order_A: Tensor, top_k: int) -> Tensor:
@@ -73,12 +79,18 @@ def _spread(x_NC: Tensor, order_A: Tensor, top_k: int) -> Tensor:
 
 
 def _gather(rows_AC: Tensor, inverse_A: Tensor, top_k: int) -> Tensor:
+    if rows_AC.shape[0] < inverse_A.shape[0]:
+        rows_AC = F.pad(rows_AC, (0, 0, 0, 1))
     return rows_AC.index_select(0, inverse_A).unflatten(0, (-1, top_k)).sum(1)
 
 
-class _SpreadRows(torch.autograd.Function):
+class SpreadRows(torch.autograd.Function):
     """Copies each token to its K places. The gradient is the sum of the K copies: a gather, where autograd's own
-    backward of indexing adds with atomics, slowly and in no fixed order."""
+    backward of indexing adds with atomics, slowly and in no fixed order.
+
+    Arguments after the tokens: the assignment n * K + k of each row; the row of each assignment, which is the number of
+    rows where an assignment has none; K.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, order_A: Tensor, inverse_A: Tensor, top_k: int) -> Tensor:
@@ -91,8 +103,8 @@ class _SpreadRows(torch.autograd.Function):
         return _gather(grad_AC, ctx.saved_tensors[0], ctx.top_k), None, None, None
 
 
-class _GatherRows(torch.autograd.Function):
-    """Sums the K rows of each token: the mirror image of `_SpreadRows`."""
+class GatherRows(torch.autograd.Function):
+    """Sums the K rows of each token: the mirror image of `SpreadRows`, with the same arguments."""
 
     @staticmethod
     def forward(ctx: Any, rows_AC: Tensor, order_A: Tensor, inverse_A: Tensor, top_k: int) -> Tensor:
@@ -109,7 +121,8 @@ class Experts(nn.Module):
     """The matrices of all experts, stacked; each laid out as in `nn.Linear`.
 
     `up_weight` is [E, M, F, C] with the gate first, so that one grouped product makes gate and up, and cutting F
-    over ranks keeps that true; `down_weight` is [E, C, F].
+    over ranks keeps that true; `down_weight` is [E, C, F]. E may be some of the experts, F a part of their width: the
+    output is then a part of a sum, to which one rank alone adds the bias (`down_bias_share`).
     """
 
     def __init__(
@@ -125,6 +138,7 @@ class Experts(nn.Module):
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.activation = activation_function(spec.activation)
         self.dropout = dropout
+        self.down_bias_share = 1.0
         self.up_weight = nn.Parameter(torch.empty(E, M, F_, C, **factory))
         self.down_weight = nn.Parameter(torch.empty(E, C, F_, **factory))
         self.up_bias = nn.Parameter(torch.empty(E, M, F_, **factory)) if spec.bias else None
@@ -147,6 +161,7 @@ class Experts(nn.Module):
         hidden_AF = (hidden_AF * weight_A1).to(rows_AC.dtype)
         out_AC = grouped_gemm(F.dropout(hidden_AF, self.dropout, self.training), self.down_weight, counts_E)
         if self.down_bias is not None and expert_A is not None:
+            weight_A1 = weight_A1 * self.down_bias_share
             out_AC = out_AC + (self.down_bias.index_select(0, expert_A) * weight_A1).to(out_AC.dtype)
         return out_AC
 
@@ -167,12 +182,16 @@ class MoE(nn.Module):
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, BlockExtras]:
         x_NC = x_BTC.flatten(0, 1)
         routing = self.router(x_BTC)
-        sent = self.dispatcher.dispatch(x_NC, routing.experts, routing.weights, routing.load)
-        out_AC = self.experts(sent.rows, sent.weights, sent.counts)
-        out_NC = self.dispatcher.combine(out_AC, sent.route)
+        out_NC = self.run_experts(x_NC, routing)
         if self.shared is not None:
             shared_NC = self.shared(x_NC)
             if self.shared_gate is not None:
                 shared_NC = shared_NC * self.shared_gate(x_NC).sigmoid()
             out_NC = out_NC + shared_NC
         return out_NC.view_as(x_BTC), BlockExtras(routing.aux_loss, routing.load, routing.dropped)
+
+    def run_experts(self, x_NC: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of what each token's experts say."""
+        sent = self.dispatcher.dispatch(x_NC, routing)
+        out_AC = self.experts(sent.rows, sent.weights, sent.counts)
+        return self.dispatcher.combine(out_AC, sent.route)
