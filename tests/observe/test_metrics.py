@@ -112,7 +112,7 @@ def test_means_over_micro_batches() -> None:
     made = meter(clock, mean_names=("moe/balance", "moe/z"))
     made.start()
     for value in (1.0, 2.0):
-        made.add_micro_batch(torch.tensor(1.0), torch.tensor(1), {"moe/balance": torch.tensor(value)})
+        made.add_micro_batch(torch.tensor(1.0), torch.tensor(1), {"moe/balance": (torch.tensor(value * 3), 3)})
     clock.now += 1
     made.end_step(torch.tensor(0.0), OFF)
     assert made.read(1, lr=0.0).record.extra == {"moe/balance": 1.5, "moe/z": None}
@@ -135,7 +135,7 @@ def test_a_step_that_is_not_logged_never_waits() -> None:
     loss, count, norm = torch.tensor(2.0), torch.tensor(10), torch.tensor(1.0)
     with NoSync():
         for _ in range(3):
-            made.add_micro_batch(loss, count, {"x": loss})
+            made.add_micro_batch(loss, count, {"x": (loss, count)})
             made.end_step(norm, OFF)
     clock.now += 1
     with pytest.raises(AssertionError, match="waits for the device"), NoSync():
@@ -152,7 +152,7 @@ def test_a_step_that_is_not_logged_never_waits_on_a_gpu() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            made.add_micro_batch(value, value, {"x": value})
+            made.add_micro_batch(value, value, {"x": (value, 1)})
             made.end_step(value, flag)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -285,6 +285,10 @@ class Transformer(nn.Module):
         """The expert layers in order, those of multi-token prediction last: the rows of the "moe/..." stats."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
+    def moe_layer_names(self) -> list[str]:
+        """Names of the blocks that the rows of the "moe/..." stats belong to: "blocks.3", "mtp.1.block"."""
+        return [name.rpartition(".")[0] for name, module in self.named_modules() if isinstance(module, MoE)]
+
     def update_expert_bias(self, load_LE: Tensor) -> None:
         """After an optimizer step: moves selection biases by the load of the global batch. No-op without biases."""
         if self.config.moe.bias_balance:

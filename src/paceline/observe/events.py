@@ -37,6 +37,9 @@ MAY_DIFFER = (
 """Keys, or whole sections, that decide how a run is computed but not what it computes: a resume may change them."""
 
 
+Metric = float | list[float] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One line of ``metrics.jsonl``. Others read these names: keep them.
@@ -63,8 +66,8 @@ class StepRecord:
     skipped_steps: int
     flops_convention: str
     peak_tflops: float | None
-    extra: Mapping[str, float | None] = field(default_factory=dict)
-    """More numbers (router loads, other losses); written beside the others, so their names must not clash."""
+    extra: Mapping[str, Metric] = field(default_factory=dict)
+    """More numbers (other losses; lists by expert layer); written beside the others, so their names must not clash."""
 
     def as_dict(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in RECORD_KEYS}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.observe.events import StepRecord
+from paceline.observe.events import Metric, StepRecord
 from paceline.report.finding import Finding
 
 TERA = 1e12
@@ -59,7 +59,7 @@ class Meter:
         tokens_per_step: tokens of a global batch, over all ranks and micro-batches: what tokens/s counts.
         num_devices: devices that share this work: the world size.
         tokens_before, skipped_before: totals of the run so far, from the checkpoint of a resumed one.
-        mean_names: extra numbers a micro-batch may hand in; the same on all ranks, or the collective would not fit.
+        mean_names: extra means a micro-batch may add to; the same on all ranks, or the collective would not fit.
         memory_bytes: called where a step is logged; this rank's peak so far.
     """
 
@@ -105,20 +105,22 @@ class Meter:
         """Time in which the step had nothing to do because its batch was not there."""
         self._data_wait_seconds += seconds
 
-    def add_micro_batch(self, loss_sum: Tensor, num_tokens: Tensor, means: Mapping[str, Tensor] | None = None) -> None:
-        """Adds a micro-batch's detached scalars, on the device. A stage without a loss does not call this.
+    def add_micro_batch(
+        self, loss_sum: Tensor, num_tokens: Tensor, means: Mapping[str, tuple[Tensor, Tensor | int]] | None = None
+    ) -> None:
+        """Adds a micro-batch's detached scalars, on the device. A stage without a loss adds zeros.
 
-        ``means`` are scalars of which the record shows the plain mean over micro-batches and ranks.
+        ``means``: (sum, number) of each; the record shows the quotient of their totals over micro-batches and ranks.
         """
         if self._fresh:
             self._sums.zero_()
             self._fresh = False
         self._sums[0] += loss_sum.detach()
         self._sums[1] += num_tokens.detach()
-        for name, value in (means or {}).items():
+        for name, (value, number) in (means or {}).items():
             index = 2 + 2 * self.mean_names.index(name)
             self._sums[index] += value.detach()
-            self._sums[index + 1] += 1
+            self._sums[index + 1] += number
 
     def end_step(self, grad_norm: Tensor, skipped: Tensor) -> None:
         """Ends a step.
@@ -149,8 +151,12 @@ class Meter:
             self._wait_for_device()
             self._excluded_seconds += self._clock() - start
 
-    def read(self, step: int, lr: float) -> Reading:
-        """The record of the step that just ended: one collective, one wait for the device. Starts the next window."""
+    def read(self, step: int, lr: float, extra: Mapping[str, Metric] | None = None) -> Reading:
+        """The record of the step that just ended: one collective, one wait for the device. Starts the next window.
+
+        Args:
+            extra: more of the record's `extra`, equal on all ranks.
+        """
         assert self._steps > 0, "no step since the last reading"
         table = self._gather()
         # the copy to the host waited for the device, so the clock now shows finished work
@@ -167,7 +173,8 @@ class Meter:
             data_wait_seconds=float(data_wait.max()),
             memory_gib=float(table[:, _MEMORY].max()) / 2**30,
             skipped=int(table[self._rank(), _SKIPPED]),
-            extra={name: _ratio(sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(self.mean_names)},
+            extra={name: _ratio(sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(self.mean_names)}
+            | dict(extra or {}),
         )
         self._window_start, self._excluded_seconds, self._data_wait_seconds, self._steps = now, 0.0, 0.0, 0
         return Reading(
@@ -188,7 +195,7 @@ class Meter:
         data_wait_seconds: float,
         memory_gib: float,
         skipped: int,
-        extra: Mapping[str, float | None],
+        extra: Mapping[str, Metric],
     ) -> tuple[StepRecord, tuple[Finding, ...]]:
         tokens_per_second = self.tokens_per_step / step_seconds / self.num_devices
         flops = self.rates.flops_per_token

@@ -142,11 +142,11 @@ class Trainer:
         self.progress.step += 1
         self.progress.consumed_samples += train.global_batch_size
         self.progress.tokens += train.global_batch_size * train.seq_len
-        means: dict[str, Tensor] = {}
+        means: dict[str, tuple[Tensor, Tensor | int]] = {}
         if outcome.aux_loss is not None:
-            means["aux_loss"] = outcome.aux_loss
+            means["aux_loss"] = (outcome.aux_loss, 1)
         if outcome.mtp_loss_sum is not None:
-            means["mtp_loss"] = outcome.mtp_loss_sum / outcome.local_count.clamp(min=1)
+            means["mtp_loss"] = (outcome.mtp_loss_sum, outcome.local_count)
         self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
         self.meter.end_step(outcome.grad_norm, ~outcome.finite)
         self.watch.add(self.progress.step, outcome.finite)
