@@ -1,14 +1,13 @@
 """How many bytes does a rank hold, and for what?
 
-States are exact (from parameter counts); activations are what autograd keeps with fused norms and fused attention
-(tests/costs/test_memory.py counts the saved tensors of built layers). Not in it: the CUDA context and libraries (1-3
-GB), communication buffers of NCCL, and fragmentation. Rule of thumb: an estimate under 80 % of the device's memory has
-not been seen to run out of it (arXiv:2411.06465, 454 runs).
+States are exact (from the shapes of a rank's parameters); activations are in `costs/activations.py`. Not in it: the
+CUDA context and libraries (1-3 GB), communication buffers of NCCL, and fragmentation. Rule of thumb: an estimate under
+80 % of the device's memory has not been seen to run out of it (arXiv:2411.06465, 454 runs).
 
-Data parallelism only: layouts with tp, pp, cp or ep are refused.
+Stages of a pipeline are never averaged: an estimate is of one position in the pipeline, and of the most loaded one.
 
-States, bytes of a parameter on a rank; S shards (`dp_shard`), g = 4 or 2 by `accumulate_dtype`, m = moments (AdamW 8,
-8-bit AdamW about 2.06, muon's matrices 4):
+States, bytes of a parameter on a rank. S shards: of dense parameters dp_shard x cp, of experts edp. g = 4 or 2 by `accumulate_dtype`, m = moments (AdamW 8, 8-bit AdamW about 2.06,
+muon's matrices 4):
 
 | engine | weights | gradients | masters | moments |
 | --- | --- | --- | --- | --- |
@@ -23,14 +22,16 @@ micro-batches are accumulated, of all parameters in `reduce_dtype`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, ModelConfig, MoESpec
 from paceline.config.optim import OptimConfig
 from paceline.config.run import RunConfig
-from paceline.config.train import TrainConfig
-from paceline.costs.layers import attention_weights, count_parameters, feed_forward_weights
-from paceline.errors import ConfigError
+from paceline.costs.activations import activations_per_token, compute_bytes, logits_bytes
+from paceline.costs.grid import RankGrid
+from paceline.costs.parameters import Shape, rank_shapes
+from paceline.costs.placement import is_expert, local_box
+from paceline.costs.stages import num_stages, stages_of_rank
 
 _EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 """Two codes of a byte, and an fp32 scale for every 256 of each."""
@@ -38,7 +39,7 @@ _EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the most loaded rank."""
+    """Bytes on one rank."""
 
     weights: int
     """What the model computes with, or its shards."""
@@ -68,37 +69,134 @@ class MemoryEstimate:
 
 
 def estimate(config: RunConfig, world_size: int) -> MemoryEstimate:
-    """Device memory of a rank of `config` on `world_size` ranks.
+    """Device memory of the most loaded rank of `config` on `world_size` ranks.
 
     Raises:
-        ConfigError: the degrees do not make the world size, or are not data parallelism alone.
+        ConfigError: the degrees do not make the world size, or the layers do not make the stages.
     """
-    parallel = config.parallel
-    if parallel.model_ranks > 1 or parallel.ep > 1 or parallel.etp > 1:
-        raise ConfigError(
-            f"memory is estimated for data parallelism only, not for tp {parallel.tp}, pp {parallel.pp}, "
-            f"cp {parallel.cp}, ep {parallel.ep}",
-            next_step="Set parallel.tp = pp = cp = ep = 1 for an estimate.",
-        )
-    shards = parallel.shard_degree(world_size) if parallel.zero else 1
-    tokens = config.train.micro_batch_size * config.train.seq_len
-    states = _flat_states(config, shards) if parallel.engine == "flat" else _fsdp_states(config, shards, world_size)
+    return max(estimate_pipeline(config, world_size), key=lambda found: found.total)
+
+
+def estimate_pipeline(config: RunConfig, world_size: int) -> tuple[MemoryEstimate, ...]:
+    """Device memory at each position of the pipeline, of the most loaded rank there.
+
+    Raises:
+        ConfigError: as `estimate`.
+    """
+    grid = RankGrid(parallel=config.parallel, world_size=world_size)
+    return tuple(_estimate_rank(config, grid, pipeline_rank) for pipeline_rank in range(config.parallel.pp))
+
+
+def _estimate_rank(config: RunConfig, grid: RankGrid, pipeline_rank: int) -> MemoryEstimate:
+    parallel, train = config.parallel, config.train
+    held = _HeldParameters.of(config, grid, pipeline_rank)
+    # cp deals out the tokens of a sequence; the head of every tp rank sees all of them
+    tokens = train.micro_batch_size * train.seq_len // parallel.cp
+    micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * parallel.dp_degree(grid.world_size)))
+    states = _flat_states(config, held) if parallel.engine == "flat" else _fsdp_states(config, held, micro_batches)
+    has_loss = num_stages(parallel) - 1 in stages_of_rank(parallel, pipeline_rank)
     return MemoryEstimate(
         **states,
-        activations=tokens * activations_per_token(config),
-        logits=logits_bytes(config.model, config.train, tokens),
+        activations=tokens * activations_per_token(config, pipeline_rank, micro_batches),
+        logits=logits_bytes(config.model, train, tokens, parallel.tp) if has_loss else 0,
     )
+
+
+# ---- parameters of a rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Elements on a rank that are sharded over the same ranks."""
+
+    total: int
+    matrices: int
+    """Those that muon updates."""
+    shards: int
+
+    @property
+    def share(self) -> int:
+        return -(-self.total // self.shards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeldParameters:
+    """Of the first rank (tp, ep and etp 0) at a position of the pipeline, which has the most of what cannot be dealt
+    out evenly."""
+
+    groups: tuple[_Group, ...]
+    largest_block: int
+    embedding: int
+    head: int
+
+    @classmethod
+    def of(cls, config: RunConfig, grid: RankGrid, pipeline_rank: int) -> _HeldParameters:
+        model, parallel, sizes = config.model, config.parallel, grid.sizes
+        shapes = rank_shapes(config, pipeline_rank)
+        numel = {name: local_box(name, shape, model, sizes, {}).numel for name, shape in shapes.items()}
+        blocks: dict[str, int] = {}
+        for name, count in numel.items():
+            if name.startswith("blocks."):
+                index = name.split(".", 2)[1]
+                blocks[index] = blocks.get(index, 0) + count
+        experts = [name for name in numel if is_expert(name)]
+        dense = numel.keys() - set(experts)
+        zero = parallel.zero > 0
+        dense_shards, expert_shards = (sizes["dp_shard"] * sizes["cp"], sizes["edp"]) if zero else (1, 1)
+        groups = [_group(dense, numel, shapes, dense_shards)]
+        if experts:
+            groups.append(_group(experts, numel, shapes, expert_shards))
+        return cls(
+            groups=tuple(groups),
+            largest_block=max(blocks.values(), default=0),
+            embedding=sum(count for name, count in numel.items() if name.startswith("embed.")),
+            head=numel.get("head.weight", 0),
+        )
+
+    @property
+    def total(self) -> int:
+        return sum(group.total for group in self.groups)
+
+    @property
+    def share(self) -> int:
+        return sum(group.share for group in self.groups)
+
+    def moments(self, optim: OptimConfig) -> int:
+        """Bytes of the optimizer's state on this rank."""
+        return sum(moment_bytes(optim, group.total, group.matrices) // group.shards for group in self.groups)
+
+
+def _group(names: Iterable[str], numel: Mapping[str, int], shapes: Mapping[str, Shape], shards: int) -> _Group:
+    names = list(names)
+    return _Group(
+        total=sum(numel[name] for name in names),
+        matrices=sum(numel[name] for name in names if is_matrix(name, shapes[name])),
+        shards=shards,
+    )
+
+
+def is_matrix(name: str, shape: Shape) -> bool:
+    """Whether muon would update a parameter of that whole shape: matrices of the blocks, no bias, embedding or head."""
+    outside = name.startswith(("embed.", "head."))
+    return not outside and len(shape) > 1 and not name.endswith("bias") and min(shape[-2:]) > 1
+
+
+def moment_bytes(optim: OptimConfig, parameters: int, matrices: int) -> int:
+    """Bytes of the optimizer's state for so many parameters, ``matrices`` of them matrices, before sharding."""
+    if optim.name == "adamw":
+        return 8 * parameters
+    if optim.name == "adamw8bit":
+        return int(_EIGHT_BIT_MOMENTS * parameters)
+    return 8 * parameters - 4 * matrices
 
 
 # ---- states
 
 
-def _flat_states(config: RunConfig, shards: int) -> dict[str, int]:
-    parameters = count_parameters(config.model).total
+def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
     compute, accumulate = compute_bytes(config.train), 2 if config.parallel.accumulate_dtype == "bf16" else 4
-    share = -(-parameters // shards)
+    parameters, share, moments = held.total, held.share, held.moments(config.optim)
     masters = 4 * share if compute < 4 else 0
-    moments = moment_bytes(config.model, config.optim) // shards
     gradients, gradient_share = accumulate * parameters, 4 * share if accumulate < 4 else 0
     if config.parallel.offload == "none":
         return {
@@ -121,20 +219,16 @@ def _flat_states(config: RunConfig, shards: int) -> dict[str, int]:
     }
 
 
-def _fsdp_states(config: RunConfig, shards: int, world_size: int) -> dict[str, int]:
-    model, parallel, train = config.model, config.parallel, config.train
-    counts, compute = count_parameters(model), compute_bytes(train)
-    share = -(-counts.total // shards)
-    moments = moment_bytes(model, config.optim) // shards
-    block = max(counts.blocks)
-    whole = counts.total
+def _fsdp_states(config: RunConfig, held: _HeldParameters, micro_batches: int) -> dict[str, int]:
+    model, parallel, compute = config.model, config.parallel, compute_bytes(config.train)
+    share, moments, whole = held.share, held.moments(config.optim), held.total
     if parallel.zero == 3:
         # an embedding that is used twice (tied, or by multi-token prediction) is not given back after its first use
-        kept = counts.embedding if model.tie_embeddings or model.mtp_layers else 0
-        whole = min(whole, 2 * block + counts.head + kept)
-    unreduced = 4 * block
-    if train.global_batch_size > train.micro_batch_size * parallel.dp_degree(world_size):
-        unreduced = (2 if parallel.reduce_dtype == "bf16" else 4) * counts.total
+        kept = held.embedding if model.tie_embeddings or model.mtp_layers else 0
+        whole = min(whole, 2 * held.largest_block + held.head + kept)
+    unreduced = 4 * held.largest_block
+    if micro_batches > 1:
+        unreduced = (2 if parallel.reduce_dtype == "bf16" else 4) * held.total
     states = {
         "weights": 4 * share,
         "gathered": compute * whole + unreduced,
@@ -148,139 +242,3 @@ def _fsdp_states(config: RunConfig, shards: int, world_size: int) -> dict[str, i
     on_host = {"moments": 0, "host": 8 * share + moments}
     # "optimizer": the host works on a copy of the shards
     return states | on_host | ({"weights": 0, "gradients": 0} if parallel.offload == "parameters" else {})
-
-
-def compute_bytes(train: TrainConfig) -> int:
-    """Bytes of a weight or an activation in the precision of matrix products (fp8 runs keep bf16 tensors)."""
-    return 4 if train.precision == "fp32" else 2
-
-
-def moment_bytes(model: ModelConfig, optim: OptimConfig) -> int:
-    """Bytes of the optimizer's state over all shards."""
-    counts = count_parameters(model)
-    if optim.name == "adamw":
-        return 8 * counts.total
-    if optim.name == "adamw8bit":
-        return int(_EIGHT_BIT_MOMENTS * counts.total)
-    return 8 * counts.total - 4 * _matrix_parameters(model)
-
-
-def _matrix_parameters(model: ModelConfig) -> int:
-    """Elements that muon updates: the blocks' matrices, without biases and norms."""
-    count = 2 * model.hidden_size**2 * model.mtp_layers
-    for block in (*model.blocks(), *model.mtp_blocks()):
-        count += attention_weights(block.attention)
-        feed_forward = block.feed_forward
-        if isinstance(feed_forward, MoESpec):
-            count += feed_forward.num_experts * (feed_forward.hidden_size + feed_forward_weights(feed_forward.expert))
-            count += feed_forward_weights(feed_forward.shared) if feed_forward.shared is not None else 0
-        else:
-            count += feed_forward_weights(feed_forward)
-    return count
-
-
-# ---- activations
-
-
-def activations_per_token(config: RunConfig) -> int:
-    """Bytes that a token's forward pass keeps, over all layers; the largest layer counts once more, as it runs back."""
-    model, modes = config.model, config.parallel.recompute
-    blocks = (*model.blocks(), *model.mtp_blocks())
-    mode_of = [modes] * model.num_layers if isinstance(modes, str) else list(modes)
-    mode_of += ["none"] * model.mtp_layers  # multi-token prediction is never recomputed
-    whole = [block_activations(model, block, config) for block in blocks]
-    kept = [
-        recomputed_activations(block, mode, config.train, all_bytes)
-        for block, mode, all_bytes in zip(blocks, mode_of, whole, strict=True)
-    ]
-    # embedding output, input and output of the last norm
-    outside = 3 * model.hidden_size * compute_bytes(config.train)
-    return sum(kept) + max(whole) + outside
-
-
-def recomputed_activations(block: BlockSpec, mode: str, train: TrainConfig, all_bytes: int) -> int:
-    """Bytes a token that a block keeps under a recompute mode.
-
-    none: all. full: the block's input. selective: the input and every result of a matrix product or of attention;
-    norms, rotary positions and activation functions are computed again.
-    """
-    width, attention = compute_bytes(train), block.attention
-    if mode == "none":
-        return all_bytes
-    if mode == "full":
-        return width * attention.hidden_size
-    heads = attention.num_heads
-    queries = heads * attention.qk_head_dim
-    keys_values = attention.num_kv_heads * (attention.qk_head_dim + attention.v_head_dim)
-    saved = width * (3 * attention.hidden_size + queries + keys_values + heads * attention.v_head_dim) + 4 * heads
-    feed_forward = block.feed_forward
-    if isinstance(feed_forward, MoESpec):
-        inputs = 2 if feed_forward.expert.gated else 1
-        saved += width * feed_forward.top_k * (inputs * feed_forward.expert.ffn_size + feed_forward.hidden_size)
-        if feed_forward.shared is not None:
-            saved += width * (2 if feed_forward.shared.gated else 1) * feed_forward.shared.ffn_size
-    else:
-        saved += width * (2 if feed_forward.gated else 1) * feed_forward.ffn_size
-    return min(saved, all_bytes)
-
-
-def block_activations(model: ModelConfig, block: BlockSpec, config: RunConfig) -> int:
-    """Bytes a token that a block keeps without recomputation, in eager mode or compiled.
-
-    In elements of the compute precision, h hidden: each norm keeps input and output (2 h); attention keeps q, k, v and
-    its output, and 4 bytes of logsumexp a head; a gated MLP keeps gate, up, activated gate and product (4 F; compiled,
-    the activated gate is computed again: 3 F), a plain one 2 F.
-    """
-    width, hidden = compute_bytes(config.train), model.hidden_size
-    norms = (4 if model.post_norm else 2) * 2 * hidden
-    attention = _attention_elements(block.attention)
-    scores = 4 * block.attention.num_heads
-    if config.train.attention_kernel == "reference":
-        # scores in fp32, and probabilities
-        scores = (4 + width) * block.attention.num_heads * config.train.seq_len
-    feed_forward = block.feed_forward
-    if isinstance(feed_forward, MoESpec):
-        mlp = _moe_elements(feed_forward, compiled=config.parallel.compile)
-        # router: its fp32 input, scores, and indices of the chosen
-        scores += 4 * hidden + 8 * feed_forward.num_experts + 40 * feed_forward.top_k
-    else:
-        mlp = _mlp_elements(feed_forward, compiled=config.parallel.compile)
-    return width * (norms + attention + mlp) + scores
-
-
-def _attention_elements(spec: AttentionSpec) -> int:
-    queries = spec.num_heads * spec.qk_head_dim
-    output = spec.num_heads * spec.v_head_dim
-    kept = queries + spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim) + output
-    if spec.qk_norm:
-        kept += queries + spec.num_kv_heads * spec.qk_head_dim
-    if spec.kind == "mla":
-        kept += 2 * (spec.q_lora_rank + spec.kv_lora_rank)  # the latents before and after their norms
-    return kept
-
-
-def _mlp_elements(spec: FeedForwardSpec, *, compiled: bool) -> int:
-    if not spec.gated:
-        return 2 * spec.ffn_size
-    return (3 if compiled else 4) * spec.ffn_size
-
-
-def _moe_elements(spec: MoESpec, *, compiled: bool) -> int:
-    """Rows brought to the experts, the experts' MLPs with the weighted product, and shared experts."""
-    routed = spec.top_k * (spec.hidden_size + _mlp_elements(spec.expert, compiled=compiled) + spec.expert.ffn_size)
-    return routed + (_mlp_elements(spec.shared, compiled=compiled) if spec.shared is not None else 0)
-
-
-def logits_bytes(model: ModelConfig, train: TrainConfig, tokens: int) -> int:
-    """Head and loss of one micro-batch.
-
-    plain: 12 bytes a logit (in compute precision, in fp32, and the gradients of both; about what published runs show).
-    chunked: for one slice logits and gradient in fp32 and the gradient in compute precision, and, until the backward
-    pass takes them, the gradients of hidden states and head.
-    """
-    if train.loss_kernel == "plain":
-        return 12 * tokens * model.vocab_size
-    width = compute_bytes(train)
-    per_logit = 8 + (width if width < 4 else 0)
-    kept = width * model.hidden_size * (model.vocab_size + tokens)
-    return per_logit * min(train.loss_chunk_tokens, tokens) * model.vocab_size + kept

@@ -53,7 +53,7 @@ def placement(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[Cut,
     module = owner.rpartition(".")[2]
     if name in ("embed.weight", "head.weight"):
         return (Cut(dim=0, axis="tp", units=shape[0]),)
-    if module == "experts":
+    if is_expert(name):
         ways = (Cut(dim=0, axis="ep", units=shape[0]),)
         width_dim = {"up_weight": 2, "up_bias": 2, "down_weight": 2}.get(leaf)
         return ways if width_dim is None else (*ways, Cut(dim=width_dim, axis="etp", units=shape[width_dim]))
@@ -74,6 +74,11 @@ def _attention(module: str, leaf: str, model: ModelConfig) -> tuple[Cut, ...]:
     if module == "o_proj" and leaf == "weight":
         return (Cut(dim=1, axis="tp", units=model.num_heads),)
     return ()
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to routed experts: cut over ep and etp, data parallel over edp."""
+    return ".experts." in name
 
 
 def local_box(
