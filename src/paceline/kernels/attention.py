@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from paceline.kernels.precision import at_least_fp32
+
 log = logging.getLogger(__name__)
 
 # cuDNN first: on Hopper it is about 1.8 times as fast as the FlashAttention-2 kernel that ships in torch
@@ -128,11 +130,11 @@ def reference_attention(
     softcap: float = 0.0,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Written out: scores and softmax in fp32, [B, H, T, S] in memory. Keys and values are not repeated."""
+    """Written out: scores and softmax in at least fp32, [B, H, T, S] in memory. Keys and values are not repeated."""
     B, T, H, D = q_BTHD.shape
     S, G = k_BSGD.shape[1:3]
     q_BGRTD = q_BTHD.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4)
-    scores_BGRTS = torch.matmul(q_BGRTD, k_BSGD.permute(0, 2, 3, 1)[:, :, None]).float() * scale
+    scores_BGRTS = at_least_fp32(torch.matmul(q_BGRTD, k_BSGD.permute(0, 2, 3, 1)[:, :, None])) * scale
     if softcap:
         scores_BGRTS = softcap * torch.tanh(scores_BGRTS / softcap)
     allowed_B1TS = mask.allowed(T, S, q_BTHD.device)

@@ -6,13 +6,14 @@ Dims: N tokens, C hidden, V vocabulary. Labels of IGNORE_INDEX have no loss and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from paceline.kernels.precision import at_least_fp32, wide_dtype
 
 # the same value as data.batch.IGNORE_INDEX, which lies on a higher floor; tests/models compares them
 IGNORE_INDEX = -100
@@ -24,7 +25,7 @@ class HeadLoss(Protocol):
     def __call__(
         self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Gives the sum of the token losses (fp32 scalar) and the number of tokens that have one (int64 scalar)."""
+        """Gives the sum of the token losses (scalar, at least fp32) and the number of tokens that have one (int64)."""
         ...
 
 
@@ -35,7 +36,7 @@ class PlainHeadLoss:
     def __call__(
         self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        logits_NV = head_logits(hidden_NC, weight_VC, logit_softcap=logit_softcap).float()
+        logits_NV = at_least_fp32(head_logits(hidden_NC, weight_VC, logit_softcap=logit_softcap))
         loss_sum = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="sum")
         return loss_sum, (labels_N != IGNORE_INDEX).sum()
 
@@ -56,16 +57,34 @@ class ChunkedHeadLoss:
         self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         of_slice = compiled_slice_loss() if self.compiled else slice_loss
-        loss_sum = _ChunkedLoss.apply(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap, of_slice)
+        loss_sum = chunked_loss(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap, of_slice)
         return loss_sum, (labels_N != IGNORE_INDEX).sum()
 
 
 def head_logits(hidden_NC: Tensor, weight_VC: Tensor, *, logit_softcap: float = 0.0) -> Tensor:
-    """Logits in the dtype of the hidden states; softcap is computed in fp32."""
+    """Logits in the dtype of the hidden states; softcap is computed in at least fp32."""
     logits_NV = F.linear(hidden_NC, weight_VC)
     if not logit_softcap:
         return logits_NV
-    return (logit_softcap * torch.tanh(logits_NV.float() / logit_softcap)).to(logits_NV.dtype)
+    return soft_capped(at_least_fp32(logits_NV), logit_softcap).to(logits_NV.dtype)
+
+
+def soft_capped(logits: Tensor, logit_softcap: float) -> Tensor:
+    """cap * tanh(logits / cap); 0 leaves them as they are."""
+    return logit_softcap * torch.tanh(logits / logit_softcap) if logit_softcap else logits
+
+
+def chunked_loss(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    labels_N: Tensor,
+    chunk_tokens: int,
+    logit_softcap: float,
+    of_slice: SliceLoss,
+) -> Tensor:
+    """The sum of the losses that ``of_slice`` gives for the logits of ``chunk_tokens`` tokens at a time."""
+    loss_sum: Tensor = _ChunkedLoss.apply(hidden_NC, weight_VC, labels_N, chunk_tokens, logit_softcap, of_slice)
+    return loss_sum
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -82,15 +101,16 @@ class _ChunkedLoss(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
         grad_weight_VC = torch.zeros_like(weight_VC) if wants_weight else None
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
+        loss_sum = torch.zeros((), dtype=wide_dtype(hidden_NC.dtype), device=hidden_NC.device)
         for start in range(0, hidden_NC.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits_nV = hidden_NC[part] @ weight_VC.T
-            if not (wants_hidden or wants_weight):
-                loss_sum += _slice_loss_alone(logits_nV, labels_N[part], logit_softcap)
-                continue
-            loss, grad_logits_nV = of_slice(logits_nV, labels_N[part], logit_softcap)
+            loss, grad_logits_nV = of_slice(
+                logits_nV, labels_N[part], logit_softcap, with_gradient=wants_hidden or wants_weight
+            )
             loss_sum += loss
+            if grad_logits_nV is None:
+                continue
             if grad_hidden_NC is not None:
                 torch.mm(grad_logits_nV, weight_VC, out=grad_hidden_NC[part])
             if grad_weight_VC is not None:
@@ -111,14 +131,23 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_hidden_NC, grad_weight_VC, None, None, None, None
 
 
-SliceLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""(logits [n, V], labels [n], softcap) -> (fp32 sum of losses, gradient with respect to the logits in their dtype)."""
+class SliceLoss(Protocol):
+    """The loss of some tokens from their logits."""
+
+    def __call__(
+        self, logits_nV: Tensor, labels_n: Tensor, logit_softcap: float, *, with_gradient: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gives the sum of the losses (at least fp32) and its gradient with respect to the logits, in their dtype."""
+        ...
 
 
-def slice_loss(logits_nV: Tensor, labels_n: Tensor, logit_softcap: float) -> tuple[Tensor, Tensor]:
+def slice_loss(
+    logits_nV: Tensor, labels_n: Tensor, logit_softcap: float, *, with_gradient: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Loss of a slice and its gradient, operator by operator: about ten passes over the logits in fp32."""
-    logits_nV, dtype = logits_nV.float(), logits_nV.dtype
-    capped_nV = logit_softcap * torch.tanh(logits_nV / logit_softcap) if logit_softcap else logits_nV
+    capped_nV, dtype = soft_capped(at_least_fp32(logits_nV), logit_softcap), logits_nV.dtype
+    if not with_gradient:
+        return F.cross_entropy(capped_nV, labels_n, ignore_index=IGNORE_INDEX, reduction="sum"), None
     kept_n1 = (labels_n != IGNORE_INDEX)[:, None]
     index_n1 = labels_n[:, None].clamp_min(0)
     lse_n1 = capped_nV.logsumexp(-1, keepdim=True)
@@ -131,25 +160,21 @@ def slice_loss(logits_nV: Tensor, labels_n: Tensor, logit_softcap: float) -> tup
     return loss, gradient_nV.to(dtype)
 
 
-def _slice_loss_alone(logits_nV: Tensor, labels_n: Tensor, logit_softcap: float) -> Tensor:
-    logits_nV = logits_nV.float()
-    capped_nV = logit_softcap * torch.tanh(logits_nV / logit_softcap) if logit_softcap else logits_nV
-    return F.cross_entropy(capped_nV, labels_n, ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def fusible_slice_loss(logits_nV: Tensor, labels_n: Tensor, logit_softcap: float) -> tuple[Tensor, Tensor]:
+def fusible_slice_loss(
+    logits_nV: Tensor, labels_n: Tensor, logit_softcap: float, *, with_gradient: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """The same without scatters and in-place steps, so that a compiler fuses it into a reduction and one write.
 
     An element is read in the logits' own dtype and written once as its gradient; nothing of size [n, V] lies between.
     """
-    capped_nV = logits_nV.float()
-    if logit_softcap:
-        capped_nV = logit_softcap * torch.tanh(capped_nV / logit_softcap)
+    capped_nV = soft_capped(at_least_fp32(logits_nV), logit_softcap)
     kept_n1 = (labels_n != IGNORE_INDEX)[:, None]
     lse_n1 = capped_nV.logsumexp(-1, keepdim=True)
     loss = ((lse_n1 - capped_nV.gather(1, labels_n[:, None].clamp_min(0))) * kept_n1).sum()
+    if not with_gradient:
+        return loss, None
     is_label_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device)[None] == labels_n[:, None]
-    gradient_nV = ((capped_nV - lse_n1).exp() - is_label_nV.float()) * kept_n1
+    gradient_nV = ((capped_nV - lse_n1).exp() - is_label_nV.to(capped_nV.dtype)) * kept_n1
     if logit_softcap:
         gradient_nV = gradient_nV * (1.0 - (capped_nV / logit_softcap).square())
     return loss, gradient_nV.to(logits_nV.dtype)

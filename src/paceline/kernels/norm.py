@@ -1,10 +1,12 @@
-"""RMSNorm and LayerNorm: statistics in fp32 whatever the input, output in the input's dtype."""
+"""RMSNorm and LayerNorm: statistics in at least fp32 whatever the input, output in the input's dtype."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from paceline.kernels.precision import at_least_fp32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
@@ -23,14 +25,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """The same, written out; takes a weight of another dtype, and the unit offset in fp32."""
-    x32 = x.float()
-    scale = weight.float() + 1.0 if unit_offset else weight.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+    wide = at_least_fp32(x)
+    scale = at_least_fp32(weight) + 1.0 if unit_offset else at_least_fp32(weight)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """Subtracts the mean and divides by the standard deviation over the last dim, then scales and shifts."""
     if weight.dtype == x.dtype and not unit_offset:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    scale = weight.float() + 1.0 if unit_offset else weight.float()
-    return F.layer_norm(x.float(), x.shape[-1:], scale, bias.float(), eps).to(x.dtype)
+    wide = at_least_fp32(x)
+    scale = at_least_fp32(weight) + 1.0 if unit_offset else at_least_fp32(weight)
+    return F.layer_norm(wide, x.shape[-1:], scale, at_least_fp32(bias), eps).to(x.dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.model import ModelConfig, RopeScaling
+from paceline.kernels.precision import at_least_fp32
 
 
 class Rope(nn.Module):
@@ -45,10 +46,10 @@ class Rope(nn.Module):
 
 
 def apply_rope(x_BTHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the first R dimensions of every head by the angles of its position; the rest passes. Computed in fp32."""
+    """Turns the first R dimensions of every head by the angles of its position, in at least fp32; the rest passes."""
     cos, sin = cos_sin
     half = cos.shape[-1]
-    first, second = x_BTHD[..., :half].float(), x_BTHD[..., half : 2 * half].float()
+    first, second = at_least_fp32(x_BTHD[..., :half]), at_least_fp32(x_BTHD[..., half : 2 * half])
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHD.dtype)
     if 2 * half == x_BTHD.shape[-1]:
         return turned

@@ -56,12 +56,16 @@ class Embedding(nn.Module):
             self.position_weight = nn.Parameter(torch.empty(config.max_seq_len, C, dtype=dtype, device=device))
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        x_BTC = F.embedding(tokens_BT, self.weight)
+        x_BTC = self.look_up(tokens_BT)
         if self.scale != 1.0:
             x_BTC = x_BTC * self.scale
         if self.position_weight is not None:
             x_BTC = x_BTC + F.embedding(positions_BT, self.position_weight)
         return F.dropout(x_BTC, self.dropout, self.training)
+
+    def look_up(self, tokens_BT: Tensor) -> Tensor:
+        """[B, T, C]: the row of each token."""
+        return F.embedding(tokens_BT, self.weight)
 
 
 class Head(nn.Module):

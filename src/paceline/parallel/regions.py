@@ -1,0 +1,176 @@
+"""Collectives inside the forward pass, and what their gradients do.
+
+A tensor is either *cut* (each rank of the axis has its part), *whole* (every rank has the same) or *partial* (the value
+is the sum over ranks). The gradient of a cut tensor is cut. The gradient of a whole one is *partial* where ranks go on
+to compute different things with it, and whole where they compute the same.
+
+| function | forward | backward | what it is for |
+| --- | --- | --- | --- |
+| `gather_sequence` | cut -> whole: all-gather | partial -> cut: reduce-scatter | the way into a sublayer |
+| `scatter_sum` | partial -> cut: reduce-scatter | cut -> whole: all-gather | the way out of it |
+| `gather_replicated` | cut -> whole: all-gather | whole -> cut: slice | every rank goes on alike |
+| `sum_replicated` | partial -> whole: all-reduce | whole -> whole: identity | every rank goes on alike |
+| `share` | whole -> whole: identity | partial -> whole: all-reduce | ranks go on differently |
+
+Collectives count under ``name``/all_gather, ``name``/reduce_scatter and ``name``/all_reduce, whichever pass they are
+in. In code that is being compiled they are the compiler's own functional ones, which it can trace, move and fuse, and
+nothing is counted. On an axis of size 1 each function gives back its input.
+
+Source of the pairs: Megatron-LM, arXiv:1909.08053, section 3, and sequence parallelism, arXiv:2205.05198, section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# the traceable collectives are documented only there (torch 2.11 - 2.13); a public path does not exist yet
+from torch.distributed import _functional_collectives as functional
+
+from paceline.parallel.collectives import Axis, all_gather, all_reduce, reduce_scatter
+
+# torch 2.13 renamed them and warns at the old names; 2.11 has only those
+_traced_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_traced_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def gather_sequence(x: Tensor, axis: Axis, name: str, *, dim: int) -> Tensor:
+    """The parts of all ranks, one after the other along ``dim``. The gradient is summed over ranks, then cut."""
+    if axis.size == 1:
+        return x
+    whole: Tensor = _GatherSequence.apply(x, axis, name, dim)
+    return whole
+
+
+def scatter_sum(x: Tensor, axis: Axis, name: str, *, dim: int) -> Tensor:
+    """This rank's part along ``dim`` of the sum over ranks. ``dim`` must divide by the size of the axis."""
+    if axis.size == 1:
+        return x
+    part: Tensor = _ScatterSum.apply(x, axis, name, dim)
+    return part
+
+
+def gather_replicated(x: Tensor, axis: Axis, name: str, *, dim: int) -> Tensor:
+    """As `gather_sequence`, for what every rank goes on to compute the same with: the gradient is cut, not summed."""
+    if axis.size == 1:
+        return x
+    whole: Tensor = _GatherReplicated.apply(x, axis, name, dim)
+    return whole
+
+
+def sum_replicated(x: Tensor, axis: Axis, name: str) -> Tensor:
+    """The sum over ranks, which every rank goes on to compute the same with: the gradient passes unchanged."""
+    if axis.size == 1:
+        return x
+    whole: Tensor = _SumReplicated.apply(x, axis, name)
+    return whole
+
+
+def share(x: Tensor, axis: Axis, name: str) -> Tensor:
+    """``x``, equal on all ranks, before each goes its own way with it: the gradient is summed over them."""
+    if axis.size == 1:
+        return x
+    same: Tensor = _Share.apply(x, axis, name)
+    return same
+
+
+def own_part(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's part of a tensor that every rank has whole, as a view; the gradient is zero outside it."""
+    assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} over {axis.size} ranks"
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.index * length, length)
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
+        ctx.axis, ctx.name, ctx.dim = axis, name, dim
+        return _gather(x, axis, name, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _scatter(grad, ctx.axis, ctx.name, ctx.dim), None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
+        ctx.axis, ctx.name, ctx.dim = axis, name, dim
+        return _scatter(x, axis, name, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(grad, ctx.axis, ctx.name, ctx.dim), None, None, None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gather(x, axis, name, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return own_part(grad, ctx.axis, dim=ctx.dim), None, None, None
+
+
+class _SumReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, name: str) -> Tensor:
+        return _sum(x, axis, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, name: str) -> Tensor:
+        ctx.axis, ctx.name = axis, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum(grad, ctx.axis, ctx.name), None, None
+
+
+def _gather(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
+    """[..., n, ...] -> [..., size * n, ...]. Along the first dim, or where those before it are 1, nothing is copied."""
+    assert axis.group is not None
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        parts = functional.wait_tensor(_traced_all_gather(x, 0, axis.group))
+    else:
+        parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+        all_gather(parts, x, axis, f"{name}/all_gather")
+    dim %= x.dim()
+    if dim == 0:
+        return parts
+    return parts.unflatten(0, (axis.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _scatter(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
+    """[..., size * n, ...] -> [..., n, ...], summed over ranks."""
+    assert axis.group is not None
+    dim %= x.dim()
+    assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} over {axis.size} ranks"
+    if dim:
+        x = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).flatten(0, 1)
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(_traced_reduce_scatter(x, "sum", 0, axis.group))
+    part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    reduce_scatter(part, x, axis, f"{name}/reduce_scatter")
+    return part
+
+
+def _sum(x: Tensor, axis: Axis, name: str) -> Tensor:
+    assert axis.group is not None
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", axis.group))
+    total = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, axis, f"{name}/all_reduce")
+    return total
