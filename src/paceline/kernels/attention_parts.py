@@ -13,8 +13,8 @@ Two kinds of kernels, both `PartKernel`s:
   where no mask is needed but a kernel's own causal one, memory-efficient (on the CPU: flash) under any mask. A mask is
   a bias in memory there, and masked scores are computed as well.
 
-Dims: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G, D width of a query or key head, E width of
-a value head. lse is [B, H, T], in at least fp32.
+Dims: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G, D width of a query or key head, E width
+of a value head. lse is [B, H, T], in at least fp32.
 """
 
 from __future__ import annotations
@@ -41,24 +41,28 @@ class PartMask:
 
     kind: Literal["full", "causal", "masked"]
     """full: everyone sees everyone. causal: T = S, query t sees keys 0..t. masked: look at the rest."""
-    q_positions_T: Tensor
-    k_positions_S: Tensor
+    q_positions: Tensor
+    """[T]"""
+    k_positions: Tensor
+    """[S]"""
     causal: bool = True
     window: int = 0
-    q_documents_BT: Tensor | None = None
-    k_documents_BS: Tensor | None = None
+    q_documents: Tensor | None = None
+    """[B, T]"""
+    k_documents: Tensor | None = None
+    """[B, S]"""
 
     def allowed(self, rows: slice) -> Tensor | None:
         """[1 or B, 1, t, S] boolean for some of the queries; None = all allowed."""
         if self.kind == "full":
             return None
-        q_T1, k_1S = self.q_positions_T[rows, None], self.k_positions_S[None]
+        q_T1, k_1S = self.q_positions[rows, None], self.k_positions[None]
         allowed_TS = q_T1 >= k_1S if self.causal else torch.ones_like(q_T1 >= k_1S)
         if self.window:
             allowed_TS = allowed_TS & (q_T1 - k_1S < self.window)
-        if self.q_documents_BT is None or self.k_documents_BS is None:
+        if self.q_documents is None or self.k_documents is None:
             return allowed_TS[None, None]
-        return (allowed_TS & (self.q_documents_BT[:, rows, None] == self.k_documents_BS[:, None]))[:, None]
+        return (allowed_TS & (self.q_documents[:, rows, None] == self.k_documents[:, None]))[:, None]
 
     def bias(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """[1 or B, 1, t, S]: 0 where allowed. Rows lie 16 elements apart or a multiple, as the kernel loads them."""
@@ -231,7 +235,7 @@ class FusedPart:
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert not scores.softcap and not scores.dropout, "fused kernels have neither softcap nor, here, dropout"
-        B, T, H, _ = q_BTHD.shape
+        B, _, H, _ = q_BTHD.shape
         k_BHSD, v_BHSE = self._keys_and_values(q_BTHD, k_BSGD, v_BSGE)
         outs, sums = [], []
         for rows in self._rows(q_BTHD, k_BSGD, mask):
@@ -327,7 +331,7 @@ class FusedPart:
         elif self.name == "flash":
             state = torch.zeros(2, dtype=torch.uint64, device=q.device)
             grads = aten._scaled_dot_product_flash_attention_backward(
-                do, q, k, v, o, lse, None, None, T, S, 0.0, causal, state, state[:1], scale=scale
+                do, q, k, v, o, lse, None, None, T, S, 0.0, causal, state, state[0], scale=scale
             )
         else:
             # its rows are 32 apart; exp(score - inf) = 0 in those that do not exist
