@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.pieces import Piece, ShardedValue
+from paceline.parallel.collectives import Axis
 from paceline.parallel.engine import Engine, MainParameter
 
 Layout = Literal["whole", "flat", "rows"]
@@ -37,11 +38,17 @@ def toy_values(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[s
 class ToyEngine:
     """Rank `rank` of `world_size`. flat: equal ranges of all elements in a row; rows: blocks of dim 0, uneven."""
 
-    def __init__(self, values: dict[str, Tensor], layout: Layout = "whole", rank: int = 0, world_size: int = 1) -> None:
-        self.model = nn.Module()
-        self.model.register_parameter("any", nn.Parameter(torch.zeros(1)))
+    def __init__(
+        self,
+        values: dict[str, Tensor],
+        layout: Layout = "whole",
+        rank: int = 0,
+        world_size: int = 1,
+        axis: Axis | None = None,
+    ) -> None:
         self.layout, self.rank, self.world_size = layout, rank, world_size
-        self._shapes = {name: value.shape for name, value in values.items()}
+        self._axis = axis or Axis.alone("dp_shard_cp", rank)
+        self.shapes = {name: value.shape for name, value in values.items()}
         self._main: list[MainParameter] = []
         begin = 0
         for name, value in values.items():
@@ -65,7 +72,16 @@ class ToyEngine:
                 global_shape=shape, dtype=local.dtype, pieces=(Piece(offsets=offsets, tensor=local),)
             )
         if param.numel():
-            self._main.append(MainParameter(name=name, param=param, global_shape=shape, locate=locate))
+            self._main.append(
+                MainParameter(
+                    name=name,
+                    param=param,
+                    global_shape=shape,
+                    locate=locate,
+                    counted=True,
+                    shard_axis=self._axis,
+                )
+            )
 
     def main_parameters(self) -> list[MainParameter]:
         return self._main
@@ -91,7 +107,7 @@ class ToyEngine:
         mine = {parameter.name: parameter.pieces(parameter.param.detach()) for parameter in self._main}
         return {
             name: mine.get(name, ShardedValue(global_shape=shape, dtype=torch.float32, pieces=()))
-            for name, shape in self._shapes.items()
+            for name, shape in self.shapes.items()
         }
 
     def as_engine(self) -> Engine:

@@ -32,7 +32,7 @@ def _build(rank: int, world_size: int, name: str, parallel: dict[str, Any]) -> t
     config = ParallelConfig(**parallel)
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
     engine = parallelize(tiny_model(tiny_config(**MODEL)), config, mesh, "fp32", torch.device("cpu")).engine
-    engine.materialize(init)
+    engine.materialize(init(tiny_config(**MODEL)))
     return engine, build_optimizer(_optim(name), engine, mesh), mesh
 
 
@@ -75,7 +75,7 @@ def _zero_gradients(rank: int, world_size: int, parallel: dict[str, Any]) -> dic
 def test_only_matrices_decay_however_they_are_sharded(parallel: dict[str, Any]) -> None:
     """Case 74."""
     model = tiny_model(tiny_config(**MODEL), device="cpu")
-    init(model)
+    model.init_weights(7)
     weights = run(_zero_gradients, 4, parallel)[0]
     for key, before in model.named_parameters():
         factor = 1.0 if parameter_kind(key, before.shape) == "vector" else 1 - 1e-2 * 0.1

@@ -73,7 +73,7 @@ def test_one_process_equals_the_definition() -> None:
 
 def _sharded(rank: int, world_size: int, layout: Layout) -> float:
     mesh = ParallelMesh(ParallelConfig(), world_size=world_size, rank=rank, device_type="cpu")
-    engine = ToyEngine(toy_values(0), layout, rank, world_size)
+    engine = ToyEngine(toy_values(0), layout, rank, world_size, mesh["dp_shard_cp"])
     _train(engine, mesh)
     expected = _single()
     assert dist.is_initialized()

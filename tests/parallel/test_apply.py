@@ -23,8 +23,8 @@ def _losses(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, l
     config = ParallelConfig(**options)
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
     applied = parallelize(tiny_model(tiny_config()), config, mesh, "fp32", CPU)
-    applied.engine.materialize(init)
-    assert list(applied.model.state_dict()) == list(plain(tiny_config()).state_dict())
+    applied.engine.materialize(init(tiny_config()))
+    assert list(applied.stages[0].state_dict()) == list(plain(tiny_config()).state_dict())
     return type(applied.engine).__name__, train(applied.engine, 3, dp_rank=0, dp_size=1).losses
 
 

@@ -21,6 +21,7 @@ from tests.parallel.tiny import (
     init,
     loss_of,
     plain,
+    shapes_of,
     square_norm,
     tiny_config,
     tiny_model,
@@ -35,11 +36,12 @@ def _engine(
     bucket_elements = parallel.pop("bucket_elements", 0)
     config = ParallelConfig(**parallel)
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
-    model = tiny_model(tiny_config(tied=tied, moe=moe), dtype=dtype)
-    engine = FlatEngine(model, config, mesh, precision, torch.device("cpu"))
+    shape = tiny_config(tied=tied, moe=moe)
+    model = tiny_model(shape, dtype=dtype)
+    engine = FlatEngine([model], config, mesh, precision, torch.device("cpu"), {}, shapes_of(model))
     if bucket_elements:
         _cut_smaller(engine, bucket_elements)
-    engine.materialize(init)
+    engine.materialize(init(shape))
     return engine, mesh
 
 
@@ -129,7 +131,7 @@ def _nan(rank: int, world_size: int) -> list[bool]:
     for parallel in ({"zero": 0}, {"zero": 1}):
         engine, _ = _engine(rank, world_size, **parallel)
         if rank == 1:
-            weight = engine.model.blocks["1"].feed_forward.up_proj.weight  # type: ignore[union-attr]
+            weight = engine.stages[0].blocks["1"].feed_forward.up_proj.weight  # type: ignore[union-attr]
             handle = weight.register_hook(lambda gradient: gradient * float("nan"))
         gradients_of_step(engine, 0, dp_rank=rank, dp_size=world_size)
         if rank == 1:
@@ -154,8 +156,8 @@ def _bf16(rank: int, world_size: int) -> list[float]:
         {"zero": 0, "offload": "optimizer"},
     ):
         engine, _ = _engine(rank, world_size, "bf16", moe=True, **options)
-        assert engine.model.embed.weight.dtype == torch.bfloat16
-        assert engine.model.moe_layers()[0].router.weight.dtype == torch.float32
+        assert engine.stages[0].embed.weight.dtype == torch.bfloat16
+        assert engine.stages[0].moe_layers()[0].router.weight.dtype == torch.float32
         assert all(p.param.dtype == torch.float32 for p in engine.main_parameters())
         # main weights are not the rounded ones
         full = full_weights(engine)
@@ -164,7 +166,7 @@ def _bf16(rank: int, world_size: int) -> list[float]:
         log = train(engine, 12, dp_rank=rank, dp_size=world_size, sum_over_dp=lambda loss: dist.all_reduce(loss))
         engine.wait_for_weights()
         full = full_weights(engine)
-        for name, parameter in engine.model.named_parameters():
+        for name, parameter in engine.stages[0].named_parameters():
             assert torch.equal(parameter.detach(), full[name].to(parameter.dtype)), name
         results.append(max(abs(a - b) for a, b in zip(log.losses, expected, strict=True)))
     return results
@@ -174,7 +176,7 @@ def _unused(rank: int, world_size: int) -> bool:
     """Parameters that some ranks do not use, and that nobody uses, neither hang nor leave an old gradient."""
     engine, _ = _engine(rank, world_size, zero=1, bucket_elements=200)
     gradients_of_step(engine, 0, dp_rank=rank, dp_size=world_size)
-    blocks = engine.model.blocks
+    blocks = engine.stages[0].blocks
     blocks["0"].forward = lambda x, *_: (x, None)  # type: ignore[method-assign]
     if rank == 0:
         blocks["2"].forward = lambda x, *_: (x, None)  # type: ignore[method-assign]
@@ -189,12 +191,12 @@ def _same_weights(rank: int, world_size: int) -> bool:
     finals = []
     for parallel in ({"zero": 1, "bucket_elements": 300}, {"zero": 1, "bucket_elements": 300}, {"zero": 0}):
         engine, _ = _engine(rank, world_size, moe=True, **parallel)
-        bias = engine.model.moe_layers()[0].router.expert_bias
+        bias = engine.stages[0].moe_layers()[0].router.expert_bias
         assert bias is not None
         bias.copy_(torch.arange(4.0))
         train(engine, 4, dp_rank=rank, dp_size=world_size)
         engine.wait_for_weights()
-        finals.append({name: p.detach().clone() for name, p in engine.model.named_parameters()})
+        finals.append({name: p.detach().clone() for name, p in engine.stages[0].named_parameters()})
         full = full_weights(engine)
         assert full["blocks.1.feed_forward.router.expert_bias"].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert all(torch.equal(full[name], value) for name, value in finals[-1].items())
@@ -258,7 +260,7 @@ def test_a_gradient_after_its_bucket_was_sent_is_an_error() -> None:
     engine, _ = _engine(0, 1, zero=1)
     try:
         gradients_of_step(engine, 0, dp_rank=0, dp_size=1)
-        engine.model(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long)).loss_sum.backward()
+        engine.stages[0](torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long)).loss_sum.backward()
     except AssertionError as error:
         assert "after its bucket was sent" in str(error)
     else:
@@ -270,9 +272,9 @@ def test_frozen_parameters_are_kept_and_not_updated() -> None:
     mesh = ParallelMesh(config, world_size=1, rank=0, device_type="cpu")
     model = tiny_model(tiny_config())
     model.embed.weight.requires_grad_(False)
-    engine = FlatEngine(model, config, mesh, "fp32", torch.device("cpu"))
-    engine.materialize(init)
+    engine = FlatEngine([model], config, mesh, "fp32", torch.device("cpu"), {}, shapes_of(model))
+    engine.materialize(init(tiny_config()))
     train(engine, 2, dp_rank=0, dp_size=1)
     assert "embed.weight" not in {p.name for p in engine.main_parameters()}
-    assert torch.equal(engine.model.embed.weight, plain(tiny_config()).embed.weight)
+    assert torch.equal(engine.stages[0].embed.weight, plain(tiny_config()).embed.weight)
     assert "embed.weight" in engine.weights()

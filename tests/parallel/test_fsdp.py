@@ -22,6 +22,7 @@ from tests.parallel.tiny import (
     init,
     loss_of,
     plain,
+    shapes_of,
     square_norm,
     tiny_config,
     tiny_model,
@@ -35,8 +36,11 @@ def _engine(
     model = {key: options.pop(key) for key in ("tied", "moe", "vocab", "mtp_layers") if key in options}
     config = ParallelConfig(**options)
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
-    engine = FsdpEngine(tiny_model(tiny_config(**model), dtype=dtype), config, mesh, precision, torch.device("cpu"))
-    engine.materialize(init)
+    shape = tiny_config(**model)
+    plain_model = tiny_model(shape, dtype=dtype)
+    device = torch.device("cpu")
+    engine = FsdpEngine([plain_model], config, mesh, precision, device, {}, shapes_of(plain_model))
+    engine.materialize(init(shape))
     return engine
 
 
@@ -125,7 +129,7 @@ def _nan(rank: int, world_size: int) -> list[bool]:
     for bad in (True, False):
         handle = None
         if bad and rank == 1:
-            block = engine.model.blocks["1"]
+            block = engine.stages[0].blocks["1"]
             handle = block.register_forward_hook(lambda module, args, out: (out[0] * float("nan"), out[1]))
         gradients_of_step(engine, 0, dp_rank=rank, dp_size=world_size)
         if handle is not None:
@@ -161,12 +165,12 @@ def _evaluation_in_between(rank: int, world_size: int) -> bool:
         assert loss is not None
         return loss.item()
 
-    first = evaluate(engine.model)
+    first = evaluate(engine.stages[0])
     for value in engine.weights().values():
         for piece in value.pieces:
             piece.tensor.mul_(0.5)
     engine.publish_weights()
-    second = evaluate(engine.model)
+    second = evaluate(engine.stages[0])
     reference = plain(tiny_config())
     assert abs(evaluate(reference) - first) < 1e-4
     for tensor in reference.state_dict().values():

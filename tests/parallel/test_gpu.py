@@ -54,7 +54,7 @@ def _build(
     config = ParallelConfig(bucket_mb=4, **options)
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cuda")
     engine = parallelize(model, config, mesh, precision, device).engine
-    engine.materialize(init)
+    engine.materialize(init(CONFIG))
     return engine, build_optimizer(OptimConfig(lr=3e-3, grad_clip=1.0), engine, mesh), mesh
 
 

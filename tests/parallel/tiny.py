@@ -15,6 +15,7 @@ from paceline.config.model import ModelConfig, MoEConfig
 from paceline.config.optim import OptimConfig
 from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import PlainHeadLoss
+from paceline.models.init import WeightInit
 from paceline.models.transformer import ModelOutput, Transformer
 from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.engine import Engine
@@ -34,14 +35,18 @@ def tiny_model(config: ModelConfig, *, dtype: torch.dtype = torch.float32, devic
     return Transformer(config, dtype=dtype, device=device, core=core, head_loss=PlainHeadLoss())
 
 
-def init(model: Transformer) -> None:
-    model.init_weights(7)
+def init(config: ModelConfig) -> WeightInit:
+    return WeightInit(config, 7)
+
+
+def shapes_of(model: Transformer) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def plain(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Transformer:
     """The model of one process, with nothing around it."""
     model = tiny_model(config, dtype=dtype, device=device)
-    init(model)
+    model.init_weights(7)
     return model
 
 
@@ -89,7 +94,7 @@ def gradients_of_step(
     engine.zero_gradients()
     for index, (micro_tokens, micro_labels) in enumerate(zip(*own, strict=True)):
         with engine.accumulate(last=index == accumulation - 1):
-            loss = loss_of(engine.model(micro_tokens, micro_labels), total, len(tokens))
+            loss = loss_of(engine.stages[0](micro_tokens, micro_labels), total, len(tokens))
             loss.backward()
         loss_of_rank += loss.detach().float()
     engine.reduce_gradients()
@@ -97,7 +102,7 @@ def gradients_of_step(
 
 
 def square_norm(engine: Engine) -> Tensor:
-    squares = [p.param.grad.float().square().sum() for p in engine.main_parameters()]
+    squares = [p.param.grad.float().square().sum() for p in engine.main_parameters() if p.counted]
     return engine.sum_over_shards(torch.stack(squares).sum()) if squares else engine.sum_over_shards(torch.zeros(()))
 
 

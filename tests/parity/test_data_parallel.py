@@ -46,7 +46,7 @@ def _engine(rank: int, world_size: int, model: str, layout: str) -> tuple[Engine
     config = ParallelConfig(**LAYOUTS[layout])
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
     applied = parallelize(tiny_model(tiny_config(**shape)), config, mesh, "fp32", torch.device("cpu"))
-    applied.engine.materialize(init)
+    applied.engine.materialize(init(tiny_config(**shape)))
     return applied.engine, mesh
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Piece:
 
     offsets: tuple[int, ...]
     tensor: Tensor
+    saved: bool = True
+    """False: loading fills it, saving leaves it to other ranks, which may cut the tensor elsewhere."""
 
     def __post_init__(self) -> None:
         assert len(self.offsets) == self.tensor.dim(), (
@@ -51,8 +53,9 @@ class Piece:
 class ShardedValue:
     """One named tensor as this rank sees it: its global shape, and the pieces of it that are here.
 
-    All ranks together must hold every element; an element held by several ranks is written once, provided that they cut
-    the tensor at the same places. A rank that holds nothing has no pieces (or empty ones, which are ignored).
+    All ranks together must hold every element in pieces that are saved; an element held by several ranks is written
+    once, provided that they cut the tensor at the same places. A rank that holds nothing has no pieces (or empty ones,
+    which are ignored).
     """
 
     global_shape: torch.Size
@@ -99,13 +102,25 @@ class ShardedValue:
             position += box.numel
         return cls(global_shape=torch.Size(global_shape), dtype=flat.dtype, pieces=tuple(pieces))
 
+    def inside(self, whole: Sequence[int], offsets: Sequence[int], *, saved: bool = True) -> ShardedValue:
+        """The same memory as pieces of a tensor of the shape ``whole``, in which this one begins at ``offsets``."""
+        pieces = tuple(
+            Piece(
+                offsets=tuple(begin + offset for begin, offset in zip(offsets, piece.offsets, strict=True)),
+                tensor=piece.tensor,
+                saved=saved,
+            )
+            for piece in self.pieces
+        )
+        return ShardedValue(global_shape=torch.Size(whole), dtype=self.dtype, pieces=pieces)
+
     @property
     def num_local_bytes(self) -> int:
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedValue:
         """The same places, with ``function`` (which keeps shapes) applied to the memory of each piece."""
-        pieces = tuple(Piece(offsets=piece.offsets, tensor=function(piece.tensor)) for piece in self.pieces)
+        pieces = tuple(replace(piece, tensor=function(piece.tensor)) for piece in self.pieces)
         dtype = pieces[0].tensor.dtype if pieces else self.dtype
         return ShardedValue(global_shape=self.global_shape, dtype=dtype, pieces=pieces)
 

@@ -134,7 +134,7 @@ def _blocks(values: Mapping[str, ShardedValue]) -> Iterator[tuple[str, Piece]]:
             yield name, Piece(offsets=(0,) * nothing.dim(), tensor=nothing)
             continue
         for piece in value.pieces:
-            if piece.tensor.numel():
+            if piece.saved and piece.tensor.numel():
                 for block in _cut(piece):
                     yield name, block
 

@@ -108,17 +108,14 @@ class Optimizer:
 
     def describe(self) -> str:
         """The groups of the whole model with their counts, the same text on every rank."""
-        buffers = {name for name, _ in self._engine.model.named_buffers()}
-        weights = self._engine.weights()
-        shapes = {name: tuple(value.global_shape) for name, value in weights.items() if name not in buffers}
-        return describe_groups(self._config, shapes)
+        return describe_groups(self._config, self._engine.shapes)
 
 
 def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | None = None) -> Optimizer:
     """The optimizer of the recipe over `engine.main_parameters()`, its state in place. A collective call with muon.
 
     Args:
-        mesh: the engine's; None = one process. Muon, which needs whole matrices, talks along `dp_shard`.
+        mesh: the engine's; None = one process. Muon, which needs whole matrices, talks along `dp_shard_cp` and `edp`.
 
     Raises:
         ConfigError: `adamw8bit` without torchao.
@@ -131,8 +128,8 @@ def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | No
     if config.name == "muon":
         # also on a rank that holds no part of a matrix: it takes part in the exchange
         matrices = next((group for group in groups if group.rule == "muon"), None)
-        shard_group = mesh["dp_shard"].group if mesh is not None else None
-        rules.append(MuonRule(config, matrices, shard_group, device))
+        axes = () if mesh is None else (mesh["dp_shard_cp"], mesh["edp"])
+        rules.append(MuonRule(config, matrices, axes, device))
     rest = [group for group in groups if group.rule != "muon"]
     if rest:
         rules.append(AdamW8bitRule(config, rest) if config.name == "adamw8bit" else AdamWRule(config, rest))

@@ -1,7 +1,7 @@
 """How large is the gradient of the whole model, is it finite, and by how much is it made smaller?
 
 Works on the local fp32 tensors of the engine. Nothing here waits for the device, so a step that is not logged is never
-held up; and since the one number is summed over the ranks that share the parameters, all ranks decide alike.
+held up; and since the one number is summed over all ranks, each element of the model counted once, they decide alike.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ def gradient_norm(
 
 
 def local_square_sum(parameters: Sequence[MainParameter]) -> Tensor:
-    """fp32 scalar: sum of squares of this rank's gradients. Parameters without a gradient count as zero."""
-    gradients = [parameter.param.grad for parameter in parameters if parameter.param.grad is not None]
+    """fp32 scalar: sum of squares of the gradients that this rank counts. Those that are not there count as zero."""
+    gradients = [
+        parameter.param.grad for parameter in parameters if parameter.counted and parameter.param.grad is not None
+    ]
     total: Tensor = torch.nn.utils.get_total_norm(gradients)  # a CPU zero if there are none
     return total.float().square()
 

@@ -3,7 +3,8 @@
 Muon works on whole matrices, while the engines hold ranges of elements (flat) or blocks of rows (FSDP). Each matrix has
 an owner in the group over which parameters are sharded: all send their pieces to the owner, which computes once for all
 and sends each rank the pieces that it holds. An element travels twice, and the computing is shared out by cost. Stacked
-experts are cut into runs of experts, so that no rank has to hold a whole layer of them.
+experts are cut into runs of experts, so that no rank has to hold a whole layer of them. Under expert parallelism a
+group has only some of a layer's experts: those are what is exchanged.
 
 The plan is made once, from `MainParameter.pieces` of all ranks; it knows no engine.
 """
@@ -88,12 +89,10 @@ class MatrixExchange:
             for name, parameter in self._parameters.items()
         }
         everyone = self._gather(mine)
-        shapes: dict[str, tuple[int, int, int]] = {}
-        for held in everyone:
-            shapes |= {name: shape for name, (shape, _) in held.items() if name not in shapes}
+        shapes = {name: shape for held in everyone for name, (shape, _) in held.items()}
         self._held: list[dict[str, list[Box]]] = [{n: boxes for n, (_, boxes) in held.items()} for held in everyone]
         self._sent = _without_copies(self._held)
-        self._rounds = _plan(shapes, self._size)
+        self._rounds = _plan({name: _stack_here(name, shape, self._sent) for name, shape in shapes.items()}, self._size)
 
     def _gather(self, value: dict[str, tuple[tuple[int, int, int], list[Box]]]) -> list[dict]:
         if self._group is None:
@@ -107,10 +106,10 @@ class MatrixExchange:
         """Replaces each tensor in place by its part of `function(whole)`. A collective call of the group.
 
         Args:
-            tensors: parameter name -> tensor laid out like the parameter.
+            tensors: parameter name -> tensor laid out like the parameter; those of other exchanges are left alone.
             function: [matrices, rows, columns] of `wire_dtype` -> the same shape.
         """
-        views = {name: self._views(name, tensor) for name, tensor in tensors.items()}
+        views = {name: self._views(name, tensor) for name, tensor in tensors.items() if name in self._parameters}
         for units in self._rounds:
             whole = self._collect(units, views)
             results = [function(matrices) for matrices in whole]
@@ -237,17 +236,28 @@ def _without_copies(held: Sequence[dict[str, list[Box]]]) -> list[dict[str, list
     return sent
 
 
-def _plan(shapes: dict[str, tuple[int, int, int]], size: int) -> list[list[_Unit]]:
+def _stack_here(
+    name: str, shape: tuple[int, int, int], sent: Sequence[dict[str, list[Box]]]
+) -> tuple[int, tuple[int, int, int]]:
+    """The first matrix that the group has, and [matrices, rows, columns] of all that it has."""
+    boxes = [box for held in sent for box in held.get(name, [])]
+    first = min(box[0][0] for box in boxes)
+    here = (max(box[0][0] + box[1][0] for box in boxes) - first, *shape[1:])
+    assert sum(math.prod(sizes) for _, sizes in boxes) == math.prod(here), f"{name}: the group has no whole matrices"
+    return first, here
+
+
+def _plan(stacks: dict[str, tuple[int, tuple[int, int, int]]], size: int) -> list[list[_Unit]]:
     """Units with their owners, in rounds; the same on every rank.
 
     Each unit, dearest first, goes to the rank with the least work so far.
     """
     units = []
-    for name, (count, rows, columns) in shapes.items():
+    for name, (begin, (count, rows, columns)) in stacks.items():
         step = min(count, max(_UNIT_ELEMENTS // (rows * columns), 1))
         step = min(step, -(-count // size))  # also share a layer's experts out among the ranks
         units += [
-            _Unit(name=name, first=first, shape=(min(step, count - first), rows, columns), owner=-1)
+            _Unit(name=name, first=begin + first, shape=(min(step, count - first), rows, columns), owner=-1)
             for first in range(0, count, step)
         ]
     work = [0] * size

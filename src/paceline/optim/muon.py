@@ -8,10 +8,9 @@ arXiv:2502.16982.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.pieces import ShardedValue
@@ -19,6 +18,7 @@ from paceline.config.optim import OptimConfig
 from paceline.optim.clip import GradientNorm
 from paceline.optim.groups import ParameterGroup
 from paceline.optim.matrices import MatrixExchange
+from paceline.parallel.collectives import Axis
 
 # Chosen by the authors for the steepest slope at 0, not for convergence: singular values end in about [0.7, 1.2].
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -52,8 +52,9 @@ class MuonRule:
     Works in bf16 on a GPU and in fp32 on a CPU. A skipped step changes nothing, decided on the device.
 
     Args:
-        group: may be None on a rank that holds no part of a matrix; the rank still takes part in the exchange.
-        shard_group: the ranks over which parameters are sharded; None = one.
+        group: may be None on a rank that holds no part of a matrix; the rank still takes part in the exchanges.
+        axes: all along which some rank has matrices to put together; none = every rank holds its matrices whole. The
+            matrices of one `MainParameter.shard_axis` are exchanged together.
         device: where matrices are orthogonalised; parameters may lie elsewhere.
     """
 
@@ -61,7 +62,7 @@ class MuonRule:
         self,
         config: OptimConfig,
         group: ParameterGroup | None,
-        shard_group: dist.ProcessGroup | None,
+        axes: Sequence[Axis],
         device: torch.device,
     ) -> None:
         self._config = config
@@ -69,12 +70,18 @@ class MuonRule:
         self._parameters = () if group is None else group.parameters
         self._momentum = {parameter.name: torch.zeros_like(parameter.param) for parameter in self._parameters}
         self._steps = torch.zeros((), device=device)
-        self._exchange = MatrixExchange(
-            self._parameters,
-            shard_group,
-            device=device,
-            wire_dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        )
+        wire_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        known = {axis.name: axis for axis in axes} or {p.shard_axis.name: p.shard_axis for p in self._parameters}
+        assert all(parameter.shard_axis.name in known for parameter in self._parameters), list(known)
+        self._exchanges = [
+            MatrixExchange(
+                [parameter for parameter in self._parameters if parameter.shard_axis.name == name],
+                axis.group,
+                device=device,
+                wire_dtype=wire_dtype,
+            )
+            for name, axis in known.items()
+        ]
 
     @torch.no_grad()
     def step(self, lr_factor: float, gradients: GradientNorm) -> None:
@@ -90,7 +97,8 @@ class MuonRule:
             # where, not products: what is not taken may be nan
             kept.copy_(torch.where(finite, kept.lerp(gradient, 1 - momentum), kept))
             updates[parameter.name] = gradient.lerp_(kept, momentum)
-        self._exchange.apply(updates, lambda whole: orthogonalize(whole, steps))
+        for exchange in self._exchanges:
+            exchange.apply(updates, lambda whole: orthogonalize(whole, steps))
         for parameter in self._parameters:
             assert self._group is not None
             param, finite = parameter.param, gradients.finite.to(parameter.param.device)

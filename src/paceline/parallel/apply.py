@@ -1,7 +1,8 @@
-"""Turns a plain model on the meta device into this rank's model and the engine that owns its memory."""
+"""Turns a plain model on the meta device into this rank's stages and the engine that owns their memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,15 @@ from paceline.parallel.fsdp import FsdpEngine
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.parameters import Precision
 from paceline.parallel.recompute import recompute
+from paceline.parallel.shards import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelized:
     """What `parallelize` gives. Still on the meta device: `Engine.materialize` comes next."""
 
-    model: Transformer
+    stages: tuple[Transformer, ...]
+    """This rank's parts of the model, in the order of their use."""
     engine: Engine
 
 
@@ -40,19 +43,30 @@ def parallelize(
     """
     _refuse_missing(config, precision)
     assert all(parameter.is_meta for parameter in model.parameters()), "build the model on the meta device"
-    recompute(list(model.blocks.values()), config.recompute)  # wraps blocks, so before compile
-    if config.compile:
-        compile_blocks(list(model.blocks.values()))  # per block: one graph, reused for every layer
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    stages = (model,)
+    shards: dict[str, Shard] = {}
+    for stage in stages:
+        recompute(list(stage.blocks.values()), config.recompute)  # wraps blocks, so before compile
+        if config.compile:
+            compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer
     # last: outermost hooks. At degree 1 too: it owns the precision policy
-    return Parallelized(model=model, engine=_data_parallel(model, config, mesh, precision, device))
+    engine = _data_parallel(stages, config, mesh, precision, device, shards, shapes)
+    return Parallelized(stages=stages, engine=engine)
 
 
 def _data_parallel(
-    model: Transformer, config: ParallelConfig, mesh: ParallelMesh, precision: str, device: torch.device
+    stages: Sequence[Transformer],
+    config: ParallelConfig,
+    mesh: ParallelMesh,
+    precision: str,
+    device: torch.device,
+    shards: Mapping[str, Shard],
+    shapes: Mapping[str, torch.Size],
 ) -> Engine:
     kind: Precision = "fp32" if precision == "fp32" else "bf16"
     engine = FlatEngine if config.engine == "flat" else FsdpEngine
-    return engine(model, config, mesh, kind, device)
+    return engine(stages, config, mesh, kind, device, shards, shapes)
 
 
 def _refuse_missing(config: ParallelConfig, precision: str) -> None:

@@ -10,7 +10,7 @@ Choose it where whole weights and gradients fit; otherwise `fsdp`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,92 +21,90 @@ from paceline.checkpoint.pieces import ShardedValue
 from paceline.config.parallel import ParallelConfig
 from paceline.models.transformer import Transformer
 from paceline.parallel.collectives import Axis, all_reduce
-from paceline.parallel.engine import MainParameter
+from paceline.parallel.engine import MainParameter, ParameterInit
 from paceline.parallel.flat_group import FlatGroup, FlatSettings
 from paceline.parallel.lanes import Lane
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.parameters import DTYPES, Precision, Site, parameter_sites, persistent_buffers, units
 from paceline.parallel.reduction import GradientReducer, SumReducer
+from paceline.parallel.shards import Shard, shard_of
+from paceline.parallel.spread import Spread, same_everywhere, spread_of
 
 _MIB = 2**20
+
+ReducerFactory = Callable[[Axis, Sequence[Axis], torch.dtype], GradientReducer]
+"""Makes what sums the gradients of a group, from the axis over which they are cut, those of copies, and a dtype."""
 
 
 class FlatEngine:
     """See `Engine`; this is ``parallel.zero`` 0 and 1.
 
     Args:
-        model: on the meta device.
+        stages: this rank's parts of the model, on the meta device.
         device: where weights and gradients live.
-        reducer: how gradients are summed, for a compressor; None sums them in ``parallel.reduce_dtype``.
+        shards: where the local tensors lie; a parameter that is missing is whole and dense.
+        shapes: every parameter of the whole model.
+        reducer: how gradients are summed, for a compressor.
     """
 
     def __init__(
         self,
-        model: Transformer,
+        stages: Sequence[Transformer],
         config: ParallelConfig,
         mesh: ParallelMesh,
         precision: Precision,
         device: torch.device,
+        shards: Mapping[str, Shard],
+        shapes: Mapping[str, torch.Size],
         *,
-        reducer: GradientReducer | None = None,
+        reducer: ReducerFactory = SumReducer,
     ) -> None:
         assert config.engine == "flat", f"parallel.zero = {config.zero}"
-        self.model = model
-        self._device = device
-        if config.zero == 1:
-            self._shard_axis, weights_axis, replicate_axis = mesh["dp_shard"], mesh["dp_weights"], mesh["dp_replicate"]
-        else:
-            self._shard_axis = weights_axis = Axis.alone("dp_shard", mesh.rank)
-            replicate_axis = mesh["dp"]
-        settings = FlatSettings(
-            device=device,
-            accumulate_dtype=DTYPES[config.accumulate_dtype],
-            bucket_elements=config.bucket_mb * _MIB // DTYPES[config.accumulate_dtype].itemsize,
-            offload=config.offload == "optimizer",
-            lane=Lane(device),
-        )
-        reduce_dtype = DTYPES[config.reduce_dtype]
-        sites = parameter_sites(model, precision)
+        self.stages: Sequence[Transformer] = tuple(stages)
+        self.shapes: Mapping[str, torch.Size] = dict(shapes)
+        self._device, self._world = device, mesh["world"]
+        sites = parameter_sites(stages, precision)
+        self._shards = {name: shard_of(name, site.parameter, shards) for name, site in sites.items()}
         self._frozen = {name: site for name, site in sites.items() if not site.parameter.requires_grad}
-        self._groups = [
-            FlatGroup(
-                members,
-                self._shard_axis,
-                weights_axis,
-                reducer or SumReducer(self._shard_axis, replicate_axis, _at_least(reduce_dtype, members)),
-                settings,
-            )
-            for members in _by_dtype(sites, self._frozen)
-        ]
-        self._names = list(sites)
+        spreads = {name: spread_of(shard, mesh, sharded=config.zero == 1) for name, shard in self._shards.items()}
+        self._alike = same_everywhere(mesh, spreads.values())
+        self._groups = flat_groups(
+            {name: site for name, site in sites.items() if name not in self._frozen},
+            self._shards,
+            spreads,
+            flat_settings(config, device),
+            DTYPES[config.reduce_dtype],
+            count_all=self._alike,
+            reducer=reducer,
+        )
 
-    def materialize(self, init: Callable[[Transformer], None]) -> None:
+    def materialize(self, init: ParameterInit) -> None:
         for group in self._groups:
-            group.allocate()
-        for site in self._frozen.values():
-            site.replace(torch.empty(site.parameter.shape, dtype=site.parameter.dtype, device=self._device))
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device=self._device)
-        with torch.no_grad():
-            init(self.model)
-            for group in self._groups:
-                group.settle()
-            for site in self._frozen.values():
-                site.replace(site.parameter.to(site.compute_dtype))
-        self._await_weights_in_forward()
+            group.materialize(init)
+        for name, site in self._frozen.items():
+            value = torch.empty(site.parameter.shape, dtype=site.parameter.dtype, device=self._device)
+            init(name, value, self._shards[name].whole, self._shards[name].offsets)
+            site.replace(value.to(site.compute_dtype))
+        for stage in self.stages:
+            for module in stage.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_meta:
+                        module._buffers[name] = torch.empty_like(buffer, device=self._device)
+            stage.reset_buffers()
+        for index, stage in enumerate(self.stages):
+            await_weights_in_forward(stage, [group for group in self._groups if index in group.stages])
         by_name = {parameter.name: parameter for group in self._groups for parameter in group.main_parameters}
-        self._main_parameters = [by_name[name] for name in self._names if name in by_name]
+        self._main_parameters = [by_name[name] for name in self.shapes if name in by_name]
 
     def main_parameters(self) -> list[MainParameter]:
         return self._main_parameters
 
     @contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool, stage: int = 0) -> Iterator[None]:
         if last:
             for group in self._groups:
-                group.begin_last()
+                if group.early and group.stages == (stage,):
+                    group.begin_last()
         yield
 
     def reduce_gradients(self) -> None:
@@ -114,7 +112,8 @@ class FlatEngine:
             group.finish()
 
     def sum_over_shards(self, value: Tensor) -> Tensor:
-        all_reduce(value, self._shard_axis, "dp/sum_over_shards/all_reduce")
+        if not self._alike:
+            all_reduce(value, self._world, "world/sum_over_shards/all_reduce")
         return value
 
     def publish_weights(self) -> None:
@@ -131,9 +130,13 @@ class FlatEngine:
 
     def weights(self) -> dict[str, ShardedValue]:
         found = {name: value for group in self._groups for name, value in group.weights().items()}
-        found |= {name: ShardedValue.from_full(site.parameter) for name, site in self._frozen.items()}
-        buffers = {name: ShardedValue.from_full(tensor) for name, tensor in persistent_buffers(self.model).items()}
-        return {name: found[name] for name in self._names} | buffers
+        for name, site in self._frozen.items():
+            shard = self._shards[name]
+            value = ShardedValue.from_full(site.parameter)
+            found[name] = value.inside(shard.whole, shard.offsets, saved=shard.saved)
+        return whole_model(found, self.shapes) | {
+            name: ShardedValue.from_full(tensor) for name, tensor in persistent_buffers(self.stages).items()
+        }
 
     def bytes_by_kind(self) -> dict[str, int]:
         total = Counter({"parameters": 0, "gradients": 0, "masters": 0, "host": 0})
@@ -142,36 +145,86 @@ class FlatEngine:
         total["parameters"] += sum(site.parameter.nbytes for site in self._frozen.values())
         return dict(total)
 
-    def _await_weights_in_forward(self) -> None:
-        """Embedding and each block wait for their own buckets only; the last block for all that is used after it.
 
-        Nothing hangs on norm and head: the loss may read the head's weight without calling the head.
-        """
-        parts = [unit for unit in units(self.model) if unit is self.model.embed or unit in self.model.blocks.values()]
-        for part in parts:
-            needed = [
-                (group, range(len(group.layout.buckets)) if part is parts[-1] else sorted(group.buckets_of(part)))
-                for group in self._groups
-            ]
-
-            def wait(module: nn.Module, args: Any, needed: Any = needed) -> None:
-                for group, buckets in needed:
-                    group.wait_for(buckets)
-
-            # prepended: before hooks that read weights
-            part.register_forward_pre_hook(wait, prepend=True)
+def flat_settings(config: ParallelConfig, device: torch.device) -> FlatSettings:
+    accumulate_dtype = DTYPES[config.accumulate_dtype]
+    return FlatSettings(
+        device=device,
+        accumulate_dtype=accumulate_dtype,
+        bucket_elements=config.bucket_mb * _MIB // accumulate_dtype.itemsize,
+        offload=config.offload != "none",
+        lane=Lane(device),
+    )
 
 
-def _by_dtype(sites: dict[str, Site], frozen: dict[str, Site]) -> list[dict[str, Site]]:
-    """Trainable parameters by compute and main precision, each in the model's order."""
-    groups: dict[tuple[torch.dtype, torch.dtype], dict[str, Site]] = {}
+def flat_groups(
+    sites: Mapping[str, Site],
+    shards: Mapping[str, Shard],
+    spreads: Mapping[str, Spread],
+    settings: FlatSettings,
+    reduce_dtype: torch.dtype,
+    *,
+    count_all: bool,
+    reducer: ReducerFactory = SumReducer,
+) -> list[FlatGroup]:
+    """Parameters that are used, kept and reduced alike, each group in the model's order.
+
+    Groups whose gradients are summed over more than data-parallel ranks wait for the end of backward: on those axes the
+    model itself talks until then, and what is left (norms, routers, a tied embedding) is small.
+    """
+    members: dict[Any, dict[str, Site]] = {}
     for name, site in sites.items():
-        if name not in frozen:
-            groups.setdefault((site.compute_dtype, site.parameter.dtype), {})[name] = site
-    return list(groups.values())
+        shard = shards[name]
+        replicas = tuple(axis.ranks for axis in shard.replicas if axis.size > 1)
+        key = (site.stages, site.compute_dtype, site.parameter.dtype, shard.expert, replicas)
+        members.setdefault(key, {})[name] = site
+    groups = []
+    for (stages, _, dtype, _, replicas), inside in members.items():
+        spread = spreads[next(iter(inside))]
+        # gradients of a float64 model (a reference in tests) are not rounded on their way
+        sum_dtype = torch.float64 if dtype == torch.float64 else reduce_dtype
+        groups.append(
+            FlatGroup(
+                inside,
+                shards,
+                spread,
+                reducer(spread.shard_axis, spread.replicate_axes, sum_dtype),
+                settings,
+                counted=count_all or spread.first,
+                early=len(stages) == 1 and not replicas,
+            )
+        )
+    return groups
 
 
-def _at_least(dtype: torch.dtype, members: dict[str, Site]) -> torch.dtype:
-    """Gradients of a float64 model (a reference in tests) are not rounded on their way."""
-    doubles = any(site.parameter.dtype == torch.float64 for site in members.values())
-    return torch.float64 if doubles else dtype
+def await_weights_in_forward(stage: Transformer, groups: Sequence[FlatGroup]) -> None:
+    """Embedding and each block wait for their own buckets only; the last block for all that is used after it.
+
+    Nothing hangs on norm and head: the loss may read the head's weight without calling the head.
+    """
+    blocks = list(stage.blocks.values())
+    parts: list[nn.Module] = [unit for unit in units(stage) if unit is stage.embed or unit in blocks]
+    if not blocks:
+        parts = [stage]
+    for part in parts:
+        needed = [
+            (group, range(len(group.layout.buckets)) if part is parts[-1] else sorted(group.buckets_of(part)))
+            for group in groups
+        ]
+
+        def wait(module: nn.Module, args: Any, needed: Any = needed) -> None:
+            for group, buckets in needed:
+                group.wait_for(buckets)
+
+        # prepended: before hooks that read weights
+        part.register_forward_pre_hook(wait, prepend=True)
+
+
+def whole_model(found: Mapping[str, ShardedValue], shapes: Mapping[str, torch.Size]) -> dict[str, ShardedValue]:
+    """``found`` with an entry for every parameter of the model; those of other ranks have no pieces."""
+    assert all(value.global_shape == shapes[name] for name, value in found.items()), "a shape is not the plain model's"
+    dtype = next((value.dtype for value in found.values()), torch.float32)
+    return {
+        name: found.get(name, ShardedValue(global_shape=shape, dtype=dtype, pieces=()))
+        for name, shape in shapes.items()
+    }

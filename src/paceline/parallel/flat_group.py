@@ -1,4 +1,8 @@
-"""One flat weight buffer and one flat gradient buffer, for parameters of one precision that the same ranks share."""
+"""One flat weight buffer and one flat gradient buffer, for parameters of one precision that the same ranks share.
+
+Local tensors are what lies in the buffers; main parameters and checkpoints speak of them in the plain model's
+coordinates.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.parallel.buckets import Bucket, Slot, plan_buckets
-from paceline.parallel.collectives import Axis, Pending, all_gather
-from paceline.parallel.engine import MainParameter
+from paceline.parallel.collectives import Pending, all_gather
+from paceline.parallel.engine import MainParameter, ParameterInit
 from paceline.parallel.lanes import Lane
 from paceline.parallel.parameters import Site, main_dtype
-from paceline.parallel.reduction import GradientReducer
+from paceline.parallel.reduction import GradientReducer, family
 from paceline.parallel.shard_state import ShardState
+from paceline.parallel.shards import Shard
+from paceline.parallel.spread import Spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,29 +38,35 @@ class FlatSettings:
 class FlatGroup:
     """Buffers, buckets and shards of some parameters, and the communication for them.
 
-    ``shard_axis`` says which ranks share the main weights, ``weights_axis`` (the same ranks) how they exchange them.
+    ``counted``: see `MainParameter`. ``early``: buckets may be sent while backward runs, as soon as they are full;
+    otherwise, since a gradient may come several times, all are sent by `finish`.
 
-    Life: `allocate`, then the caller initialises the parameters, then `settle`. A step: `begin`, hooks during backward,
-    `finish`, the optimizer, `publish`; `wait_for` before a bucket's weights are read.
+    Life: `materialize`. A step: `zero`, hooks during backward, `begin_last` before the last one if ``early``, `finish`,
+    the optimizer, `publish`; `wait_for` before a bucket's weights are read.
     """
 
     def __init__(
         self,
         sites: Mapping[str, Site],
-        shard_axis: Axis,
-        weights_axis: Axis,
+        shards: Mapping[str, Shard],
+        spread: Spread,
         reducer: GradientReducer,
         settings: FlatSettings,
+        *,
+        counted: bool,
+        early: bool,
     ) -> None:
         first = next(iter(sites.values()))
         self._sites, self._reducer, self._settings = dict(sites), reducer, settings
-        self._shard_axis, self._weights_axis = shard_axis, weights_axis
+        self._shards = {name: shards[name] for name in sites}
+        self._spread, self._shard_axis, self._counted = spread, spread.shard_axis, counted
+        self.stages, self.early = first.stages, early
         self._lane = settings.lane
         self._dtype, self._main_dtype = first.compute_dtype, main_dtype(first.parameter.dtype)
         self._accumulate_dtype = torch.float64 if self._main_dtype == torch.float64 else settings.accumulate_dtype
         self.layout = plan_buckets(
             {name: site.parameter.shape for name, site in sites.items()},
-            shard_degree=shard_axis.size,
+            shard_degree=self._shard_axis.size,
             bucket_elements=settings.bucket_elements,
         )
         self._slots = self.layout.slots
@@ -69,7 +81,15 @@ class FlatGroup:
 
     # ---- memory
 
-    def allocate(self) -> None:
+    def materialize(self, init: ParameterInit) -> None:
+        """Gives the parameters memory and weights, which are first drawn in the main dtype."""
+        self._allocate()
+        for name, site in self._sites.items():
+            shard = self._shards[name]
+            init(name, site.parameter.data, shard.whole, shard.offsets)
+        self._settle()
+
+    def _allocate(self) -> None:
         """Buffers; parameters become views in the main dtype, to be initialised in full precision."""
         device, size = self._settings.device, self.layout.size
         self._weights = torch.zeros(size, dtype=self._dtype, device=device)
@@ -82,7 +102,8 @@ class FlatGroup:
             self._initial = torch.zeros(size, dtype=self._main_dtype, device=device)
         self._bind(self._initial)
 
-    def settle(self) -> None:
+    @torch.no_grad()
+    def _settle(self) -> None:
         """Takes main weights and compute weights from the initialised parameters, which become views of the latter."""
         self.state = ShardState(
             self.layout,
@@ -114,13 +135,20 @@ class FlatGroup:
             site.replace(buffer[slot.start : slot.end].view(slot.shape))
 
     def _main_parameter(self, slot: Slot) -> MainParameter:
-        start, _ = self.state.owned(slot)
+        return MainParameter(
+            name=slot.name,
+            param=nn.Parameter(self.state.weight_of(slot)),
+            global_shape=self._shards[slot.name].whole,
+            locate=lambda local: self._located(slot, local),
+            counted=self._counted,
+            shard_axis=self._spread.whole_axis,
+        )
 
-        def locate(local: Tensor) -> ShardedValue:
-            return ShardedValue.from_flat_range(local, slot.shape, start)
-
-        param = nn.Parameter(self.state.weight_of(slot))
-        return MainParameter(name=slot.name, param=param, global_shape=slot.shape, locate=locate)
+    def _located(self, slot: Slot, owned: Tensor) -> ShardedValue:
+        """A tensor laid out like this rank's range of a parameter, in the plain model's coordinates."""
+        shard, (start, _) = self._shards[slot.name], self.state.owned(slot)
+        value = ShardedValue.from_flat_range(owned, slot.shape, start)
+        return value.inside(shard.whole, shard.offsets, saved=shard.saved)
 
     # ---- gradients
 
@@ -134,6 +162,7 @@ class FlatGroup:
 
     def begin_last(self) -> None:
         """The next backward is the last one: a bucket whose gradients have all arrived is sent at once."""
+        assert self.early, list(self._sites)
         self._waiting = [len(bucket.slots) for bucket in self.layout.buckets]
 
     def _arrival_of(self, slot: Slot) -> Callable[[Tensor], None]:
@@ -208,8 +237,8 @@ class FlatGroup:
                     # .data: the gather writes while a forward is under way; see Site.replace
                     self._weights.data[bucket.start : bucket.end],
                     self.state.shard_of(self._weights.data, bucket),
-                    self._weights_axis,
-                    "dp/weights/all_gather",
+                    self._spread.weights_axis,
+                    f"{family(self._spread.weights_axis)}/weights/all_gather",
                     async_op=not self._lane.asynchronous,
                 )
             self._gathers[bucket.index] = (pending, self._lane.mark())
@@ -234,13 +263,8 @@ class FlatGroup:
         }
 
     def weights(self) -> dict[str, ShardedValue]:
-        values = {}
-        for name in self._sites:
-            slot = self._slots[name]
-            values[name] = ShardedValue.from_flat_range(
-                self.state.weight_of(slot), slot.shape, self.state.owned(slot)[0]
-            )
-        return values
+        slots = [self._slots[name] for name in self._sites]
+        return {slot.name: self._located(slot, self.state.weight_of(slot)) for slot in slots}
 
     def bytes_by_kind(self) -> dict[str, int]:
         own = [self.state.own_weights, self.state.own_gradients, self.state.staging]

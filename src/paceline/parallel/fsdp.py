@@ -9,6 +9,13 @@ Both keep fp32 shards, which are what the optimizer updates, and reduce-scatter 
 micro-batch they are accumulated whole, in the precision of their reduction, so accumulation over several micro-batches
 needs memory for the gradients of all parameters. With ``dp_replicate`` > 1 (HSDP) shards are then all-reduced.
 
+In a pipeline, where many micro-batches are under way at a time, ZeRO-3 keeps a stage whole from its first forward of a
+step to its last backward, as ZeRO-2 does: each micro-batch would gather it twice otherwise. Each stage is a root of its
+own. What two stages of one rank share (an embedding) is whole, in a `FlatGroup`: FSDP2 has no parameter in two roots.
+
+Experts that are spread over other ranks than their block (expert parallelism) are units of their own, over `edp`.
+Gradients that ranks beside the data-parallel ones have a part in are summed once more, as shards, after backward.
+
 Offload: with "parameters" the shards and their gradients live in host memory (FSDP2's own policy), are sent to the GPU
 for each gather, and the update runs on the CPU. With "optimizer" the fp32 shards stay on the GPU, and the update runs
 on a copy of them in host memory, where moments and the gradients it reads are too.
@@ -20,189 +27,261 @@ keeps them in fp32.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.pieces import Piece, ShardedValue
 from paceline.config.parallel import ParallelConfig
 from paceline.models.transformer import Transformer
-from paceline.parallel.collectives import all_reduce
-from paceline.parallel.engine import MainParameter
+from paceline.parallel.collectives import Axis, all_reduce
+from paceline.parallel.engine import MainParameter, ParameterInit
+from paceline.parallel.flat import await_weights_in_forward, flat_groups, flat_settings, whole_model
+from paceline.parallel.fsdp_units import finish_backward, shard_stage
 from paceline.parallel.lanes import Lane
 from paceline.parallel.mesh import ParallelMesh
-from paceline.parallel.parameters import DTYPES, Precision, Site, main_dtype, parameter_sites, persistent_buffers
-
-_INIT_BYTES = 2**30
-"""Full values that are made at a time while initialising."""
+from paceline.parallel.parameters import DTYPES, Precision, main_dtype, parameter_sites, persistent_buffers
+from paceline.parallel.reduction import gradient_collective
+from paceline.parallel.shards import Shard, shard_of
+from paceline.parallel.spread import same_everywhere, spread_of
 
 
 class FsdpEngine:
     """See `Engine`; this is ``parallel.zero`` 2 and 3.
 
     Args:
-        model: on the meta device.
+        stages: this rank's parts of the model, on the meta device.
         device: where the model computes.
+        shards: where the local tensors lie; a parameter that is missing is whole and dense.
+        shapes: every parameter of the whole model.
     """
 
     def __init__(
-        self, model: Transformer, config: ParallelConfig, mesh: ParallelMesh, precision: Precision, device: torch.device
+        self,
+        stages: Sequence[Transformer],
+        config: ParallelConfig,
+        mesh: ParallelMesh,
+        precision: Precision,
+        device: torch.device,
+        shards: Mapping[str, Shard],
+        shapes: Mapping[str, torch.Size],
     ) -> None:
         assert config.engine == "fsdp", f"parallel.zero = {config.zero}"
-        self.model = model
-        self._device, self._config = device, config
-        self._shard_axis = mesh["dp_shard"]
+        self.stages: Sequence[Transformer] = tuple(stages)
+        self.shapes: Mapping[str, torch.Size] = dict(shapes)
+        self._device, self._config, self._world = device, config, mesh["world"]
         self._lane = Lane(device)
-        self._sites = parameter_sites(model, precision)
+        pipelined = mesh.size("pp") > 1 or len(self.stages) > 1
+        self._keep_whole = config.zero == 2 or pipelined
+        # there FSDP2's hooks run before the gradients of weights are there
+        self._reduce_at_end = pipelined and config.pipeline_schedule in ("zero_bubble", "zbv")
+        sites = parameter_sites(stages, precision)
+        self._shards = {name: shard_of(name, site.parameter, shards) for name, site in sites.items()}
+        self._spreads = {name: spread_of(shard, mesh, sharded=True) for name, shard in self._shards.items()}
+        self._alike = same_everywhere(mesh, self._spreads.values())
+        shared = {name: site for name, site in sites.items() if len(site.stages) > 1}
+        self._groups = flat_groups(
+            {name: site for name, site in shared.items() if site.parameter.requires_grad},
+            self._shards,
+            self._spreads,
+            flat_settings(config, device),
+            DTYPES[config.reduce_dtype],
+            count_all=self._alike,
+        )
+        assert len(shared) == sum(len(group.layout.slots) for group in self._groups), "a shared parameter is frozen"
+        self._sites = {name: site for name, site in sites.items() if name not in shared}
         for site in self._sites.values():
             site.replace(site.parameter.to(main_dtype(site.parameter.dtype)))
-        _shard_units(model, config, mesh, _precision_policy(config, precision, self._sites), device)
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in self._units:
-            # SUM: the loss is already divided by all tokens. Forced, since a factor alone becomes PREMUL_SUM, which
-            # gloo has not
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+        experts = {site.owners[0][0] for name, site in self._sites.items() if self._shards[name].expert}
+        ignored = {site.parameter for site in shared.values()}
+        for stage in self.stages:
+            shard_stage(
+                stage, config, mesh, precision, device, experts=experts, ignored=ignored, keep_whole=self._keep_whole
+            )
         self._dtensors: dict[str, DTensor] = {}
         self._main: dict[str, MainParameter] = {}
         self._host_gradients: dict[str, Tensor] = {}
 
-    @property
-    def _root(self) -> FSDPModule:
-        assert isinstance(self.model, FSDPModule)
-        return self.model
-
-    def materialize(self, init: Callable[[Transformer], None]) -> None:
-        self.model.to_empty(device="cpu" if self._config.offload == "parameters" else self._device)
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+    def materialize(self, init: ParameterInit) -> None:
+        for stage in self.stages:
+            stage.to_empty(device="cpu" if self._config.offload == "parameters" else self._device)
+            for module in stage.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(self._device)
+            stage.reset_buffers()
         for name, site in self._sites.items():
             # kept: while a unit is gathered, the module's attribute is the whole parameter
             dtensor: Tensor = site.parameter
             assert isinstance(dtensor, DTensor)
             self._dtensors[name] = dtensor
-        with torch.no_grad():
-            self._initialise(init, self._dtensors)
-        for name, dtensor in self._dtensors.items():
+            self._initialise(name, dtensor, init)
             if (main := self._main_parameter(name, dtensor)) is not None:
                 self._main[name] = main
+        for group in self._groups:
+            group.materialize(init)
+            self._main |= {parameter.name: parameter for parameter in group.main_parameters}
+        for index, stage in enumerate(self.stages):
+            await_weights_in_forward(stage, [group for group in self._groups if index in group.stages])
+        self._main = {name: self._main[name] for name in self.shapes if name in self._main}
 
-    def _initialise(self, init: Callable[[Transformer], None], dtensors: dict[str, DTensor]) -> None:
-        """Makes full values, some parameters at a time, as the plain model would, and keeps this rank's part."""
-        for names in _portions(dtensors, _INIT_BYTES):
-            for name, site in self._sites.items():
-                site.put(None)
-                if name in names:
-                    like = dtensors[name]
-                    site.put(nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device=self._device)))
-            init(self.model)
-            for name in names:
-                full = self._sites[name].parameter
-                for piece in ShardedValue.from_dtensor(dtensors[name]).pieces:
-                    box = zip(piece.offsets, piece.tensor.shape, strict=True)
-                    piece.tensor.copy_(full[tuple(slice(offset, offset + size) for offset, size in box)])
-        for name, site in self._sites.items():
-            site.put(dtensors[name])
+    @torch.no_grad()
+    def _initialise(self, name: str, dtensor: DTensor, init: ParameterInit) -> None:
+        for piece in self._located(name, dtensor).pieces:
+            # where the model computes: a CPU and a GPU draw different numbers
+            value = piece.tensor if piece.tensor.device.type == self._device.type else piece.tensor.to(self._device)
+            init(name, value, self._shards[name].whole, piece.offsets)
+            if value is not piece.tensor:
+                piece.tensor.copy_(value)
+
+    def _located(self, name: str, dtensor: DTensor) -> ShardedValue:
+        """This rank's shard of a parameter, in the plain model's coordinates."""
+        shard = self._shards[name]
+        return ShardedValue.from_dtensor(dtensor).inside(shard.whole, shard.offsets, saved=shard.saved)
 
     def _main_parameter(self, name: str, dtensor: DTensor) -> MainParameter | None:
         """None if the parameter is frozen, or if this rank holds nothing of it."""
-        pieces = ShardedValue.from_dtensor(dtensor).pieces
-        if not dtensor.requires_grad or not pieces:
+        value = self._located(name, dtensor)
+        if not dtensor.requires_grad or not value.pieces:
             return None
-        (piece,) = pieces
+        (piece,) = value.pieces
 
         def locate(local: Tensor) -> ShardedValue:
-            here = Piece(offsets=piece.offsets, tensor=local.detach())
-            return ShardedValue(global_shape=dtensor.shape, dtype=local.dtype, pieces=(here,))
+            here = Piece(offsets=piece.offsets, tensor=local.detach(), saved=piece.saved)
+            return ShardedValue(global_shape=value.global_shape, dtype=local.dtype, pieces=(here,))
 
         local = piece.tensor
         if self._config.offload == "optimizer":
             local = _on_host(local).copy_(local)
-        return MainParameter(name=name, param=nn.Parameter(local), global_shape=dtensor.shape, locate=locate)
+        return MainParameter(
+            name=name,
+            param=nn.Parameter(local),
+            global_shape=value.global_shape,
+            locate=locate,
+            counted=self._alike or self._spreads[name].first,
+            shard_axis=self._spreads[name].whole_axis,
+        )
 
     def main_parameters(self) -> list[MainParameter]:
         return list(self._main.values())
 
     @contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
-        if self._config.zero == 2:
-            self._root.set_reshard_after_backward(last)
+    def accumulate(self, last: bool, stage: int = 0) -> Iterator[None]:
+        root, send = _root(self.stages[stage]), last and not self._reduce_at_end
+        root.set_requires_gradient_sync(send)
+        root.set_is_last_backward(send)
+        if self._keep_whole:
+            root.set_reshard_after_backward(send)
         yield
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """The hooks of FSDP2 have done it during the last backward; here the sums go to where the optimizer looks."""
-        for name, main in self._main.items():
-            gradient = self._dtensors[name].grad
-            if gradient is None:
-                # nobody used it: the same as in the flat engine, so that decay and moments go on alike
-                main.param.grad = torch.zeros_like(main.param)
-            elif self._config.offload != "optimizer":
-                main.param.grad = _local(gradient)
+        """FSDP2 has summed over the data-parallel ranks during the last backward, or does it now; here follow the other
+        sums, and where the optimizer looks gets them."""
+        if self._reduce_at_end:
+            for stage in self.stages:
+                finish_backward(_root(stage))
+        for group in self._groups:
+            group.finish()
+        gradients = {
+            # zeros if nobody used it: the same as in the flat engine, so that decay and moments go on alike
+            name: torch.zeros_like(dtensor.to_local()) if dtensor.grad is None else _local(dtensor.grad)
+            for name, dtensor in self._dtensors.items()
+            if name in self._main
+        }
+        self._sum_over_replicas(gradients)
         if self._config.offload == "optimizer":
-            self._gradients_to_host()
+            self._gradients_to_host(gradients)
+            return
+        for name, gradient in gradients.items():
+            self._main[name].param.grad = gradient
 
-    def _gradients_to_host(self) -> None:
+    def _sum_over_replicas(self, gradients: Mapping[str, Tensor]) -> None:
+        """In place, and in one message for all parameters that the same ranks share."""
+        together: dict[tuple[tuple[int, ...], ...], tuple[tuple[Axis, ...], list[Tensor]]] = {}
+        for name in self.shapes:
+            axes = tuple(axis for axis in self._shards[name].replicas if axis.size > 1) if name in gradients else ()
+            if axes:
+                together.setdefault(tuple(axis.ranks for axis in axes), (axes, []))[1].append(gradients[name])
+        for axes, tensors in together.values():
+            message = torch.cat([tensor.flatten() for tensor in tensors]).to(self._device)
+            for axis in axes:
+                all_reduce(message, axis, gradient_collective(axis, "all_reduce"))
+            for tensor, total in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(total.view_as(tensor))
+
+    def _gradients_to_host(self, gradients: Mapping[str, Tensor]) -> None:
         with self._lane.run():
-            for name, main in self._main.items():
-                gradient = self._dtensors[name].grad
-                if gradient is None:
-                    continue
-                local = _local(gradient)
+            for name, gradient in gradients.items():
                 if name not in self._host_gradients:
-                    self._host_gradients[name] = _on_host(local)
-                main.param.grad = self._host_gradients[name].copy_(local, non_blocking=True)
+                    self._host_gradients[name] = _on_host(gradient)
+                self._main[name].param.grad = self._host_gradients[name].copy_(gradient, non_blocking=True)
         self._lane.drain()
         for dtensor in self._dtensors.values():
             dtensor.grad = None
 
     def sum_over_shards(self, value: Tensor) -> Tensor:
-        all_reduce(value, self._shard_axis, "dp/sum_over_shards/all_reduce")
+        if not self._alike:
+            all_reduce(value, self._world, "world/sum_over_shards/all_reduce")
         return value
 
     @torch.no_grad()
     def publish_weights(self) -> None:
         if self._config.offload == "optimizer":
-            for name, main in self._main.items():
-                self._dtensors[name].to_local().copy_(main.param, non_blocking=True)
-        for unit in self._units:
-            # units that stay whole after a forward without backward (an evaluation) must be gathered again
-            unit.reshard()
+            for name, dtensor in self._dtensors.items():
+                if name in self._main:
+                    dtensor.to_local().copy_(self._main[name].param, non_blocking=True)
+        for group in self._groups:
+            group.publish()
+        for stage in self.stages:
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    # units that stay whole after a forward without backward (an evaluation) must be gathered again
+                    module.reshard()
 
     def wait_for_weights(self) -> None:
-        """Nothing to wait for: FSDP2 gathers before each use."""
+        """FSDP2 gathers before each use; what stages share is waited for."""
+        for group in self._groups:
+            group.wait_for(range(len(group.layout.buckets)))
 
     def zero_gradients(self) -> None:
-        for name, dtensor in self._dtensors.items():
+        for dtensor in self._dtensors.values():
             dtensor.grad = None
-            if name in self._main:
-                self._main[name].param.grad = None
+        for main in self._main.values():
+            main.param.grad = None
+        for group in self._groups:
+            group.zero()
 
     def weights(self) -> dict[str, ShardedValue]:
-        found = {name: ShardedValue.from_dtensor(dtensor) for name, dtensor in self._dtensors.items()}
+        found = {name: self._located(name, dtensor) for name, dtensor in self._dtensors.items()}
         found |= {name: main.pieces(main.param) for name, main in self._main.items()}
-        buffers = {name: ShardedValue.from_full(tensor) for name, tensor in persistent_buffers(self.model).items()}
-        return found | buffers
+        found |= {name: value for group in self._groups for name, value in group.weights().items()}
+        return whole_model(found, self.shapes) | {
+            name: ShardedValue.from_full(tensor) for name, tensor in persistent_buffers(self.stages).items()
+        }
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Shards only: what FSDP2 has gathered at the moment is not counted."""
         total = Counter({"parameters": 0, "gradients": 0, "masters": 0, "host": 0})
+        for group in self._groups:
+            total.update(group.bytes_by_kind())
         offloaded = self._config.offload == "parameters"
         for dtensor in self._dtensors.values():
             total["host" if offloaded else "parameters"] += dtensor.to_local().nbytes
             if dtensor.grad is not None:
                 total["host" if offloaded else "gradients"] += _local(dtensor.grad).nbytes
         if self._config.offload == "optimizer":
-            total["host"] += sum(main.param.nbytes for main in self._main.values())
+            total["host"] += sum(self._main[name].param.nbytes for name in self._dtensors if name in self._main)
             total["host"] += sum(tensor.nbytes for tensor in self._host_gradients.values())
         return dict(total)
+
+
+def _root(stage: Transformer) -> FSDPModule:
+    assert isinstance(stage, FSDPModule)
+    return stage
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -212,53 +291,3 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _on_host(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-
-
-def _precision_policy(config: ParallelConfig, precision: Precision, sites: dict[str, Site]) -> MixedPrecisionPolicy:
-    # inputs are not cast: hidden states come in the compute dtype, and angles and router losses must stay in fp32
-    doubles = any(site.parameter.dtype == torch.float64 for site in sites.values())
-    return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16" else None,
-        reduce_dtype=None if doubles else DTYPES[config.reduce_dtype],
-        cast_forward_inputs=False,
-    )
-
-
-def _shard_units(
-    model: Transformer, config: ParallelConfig, mesh: ParallelMesh, policy: MixedPrecisionPolicy, device: torch.device
-) -> None:
-    """What is gathered together: each block, the embedding, norm and head, and what is left with the root.
-
-    An embedding that is used in two places (tied, or by multi-token prediction) stays with the root, which is whole for
-    the whole step: a unit of its own would be reduced once for each use.
-    """
-    axes = ("dp_shard",) if config.dp_replicate == 1 else ("dp_replicate", "dp_shard")
-    device_mesh = mesh.device_mesh(*axes)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload == "parameters" else OffloadPolicy()
-
-    def shard(unit: nn.Module | list[nn.Module], *, reshard: bool) -> None:
-        fully_shard(unit, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-
-    used_once = model.head.weight is not None and not model.mtp
-    if used_once:
-        shard(model.embed, reshard=config.zero == 3)
-    blocks = [*model.blocks.values(), *model.mtp.values()]
-    for block in blocks:
-        # backward begins with the last one: freeing it after its forward would only gather it again at once
-        shard(block, reshard=config.zero == 3 and block is not blocks[-1])
-    if used_once:
-        shard([model.norm, model.head], reshard=False)
-    shard(model, reshard=False)
-
-
-def _portions(dtensors: dict[str, DTensor], limit_bytes: int) -> Iterator[set[str]]:
-    """Names in portions of at most so many bytes of full values; a larger parameter is a portion of its own."""
-    names: set[str] = set()
-    size = 0
-    for name, dtensor in dtensors.items():
-        if names and size + dtensor.nbytes > limit_bytes:
-            yield names
-            names, size = set(), 0
-        names.add(name)
-        size += dtensor.nbytes
-    yield names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -17,12 +17,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One parameter, and every place that refers to it: more than one where it is tied."""
+    """One parameter of a rank, and every place that refers to it: more than one where it is tied."""
 
     name: str
     """The first of its names, in the order of `nn.Module.named_parameters`."""
     owners: tuple[tuple[nn.Module, str], ...]
     compute_dtype: torch.dtype
+    stages: tuple[int, ...]
+    """Which of the rank's stages use it: more than one where the first and the last share an embedding."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -47,25 +49,38 @@ class Site:
             module._parameters[attribute] = cast(nn.Parameter | None, parameter)
 
 
-def parameter_sites(model: nn.Module, precision: Precision) -> dict[str, Site]:
-    """Parameters by name, in the model's order, tied ones once.
+def parameter_sites(stages: Sequence[nn.Module], precision: Precision) -> dict[str, Site]:
+    """Parameters of all stages by name, in their order, tied and shared ones once.
 
     With "bf16" all compute in bf16 but those of `fp32_parameters`. A float64 model, a reference in tests, stays one.
     """
-    kept = fp32_parameters(model)
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    dtypes: dict[int, torch.dtype] = {}
     names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    used: dict[int, list[int]] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    for index, stage in enumerate(stages):
+        kept = fp32_parameters(stage)
+        for name, module, attribute, parameter in _parameters(stage):
             key = id(parameter)
-            name = names.setdefault(key, f"{prefix}.{attribute}" if prefix else attribute)
-            owners.setdefault(key, []).append((module, attribute))
-            exact = precision == "fp32" or name in kept
-            dtypes.setdefault(key, main_dtype(parameter.dtype) if exact else torch.bfloat16)
-    return {name: Site(name=name, owners=tuple(owners[key]), compute_dtype=dtypes[key]) for key, name in names.items()}
+            if key not in names:
+                names[key], owners[key], used[key] = name, [], []
+                exact = precision == "fp32" or name in kept
+                dtypes[key] = main_dtype(parameter.dtype) if exact else torch.bfloat16
+            if (module, attribute) not in owners[key]:
+                owners[key].append((module, attribute))
+            if index not in used[key]:
+                used[key].append(index)
+    return {
+        name: Site(name=name, owners=tuple(owners[key]), compute_dtype=dtypes[key], stages=tuple(used[key]))
+        for key, name in names.items()
+    }
+
+
+def _parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for prefix, module in stage.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, parameter
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -86,11 +101,12 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Buffers that belong to the model's state (router biases), by name; not those that are computed (RoPE tables)."""
     found = {}
-    for prefix, module in model.named_modules():
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and attribute not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{attribute}" if prefix else attribute] = buffer
+    for stage in stages:
+        for prefix, module in stage.named_modules():
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                    found[f"{prefix}.{attribute}" if prefix else attribute] = buffer
     return found

@@ -1,8 +1,8 @@
-"""How a bucket of gradients becomes this rank's part of the sum over all data-parallel ranks."""
+"""How a bucket of gradients becomes this rank's part of the sum over all ranks that have a part in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -28,44 +28,56 @@ class GradientReducer(Protocol):
 
 
 class SumReducer:
-    """Reduce-scatter over the shard axis, then all-reduce of the shard over the replicate axis.
+    """Reduce-scatter over the shard axis, then all-reduce of the shard over each replicate axis.
 
-    Either axis may have size 1; with no shards this is plain DDP's all-reduce. SUM, never a mean: the loss is already
-    divided by the tokens of all ranks.
+    Any axis may have size 1; with no shards this is plain DDP's all-reduce. SUM, never a mean: the loss is already
+    divided by the tokens of all ranks. Ranks of a replicate axis end with the same bits.
     """
 
-    def __init__(
-        self, shard_axis: Axis, replicate_axis: Axis, dtype: torch.dtype, *, name: str = "dp/gradients"
-    ) -> None:
-        self._shard_axis, self._replicate_axis = shard_axis, replicate_axis
-        self._dtype, self._name = dtype, name
+    def __init__(self, shard_axis: Axis, replicate_axes: Sequence[Axis], dtype: torch.dtype) -> None:
+        self._shard_axis = shard_axis
+        self._replicate_axes = [axis for axis in replicate_axes if axis.size > 1]
+        self._dtype = dtype
 
     def start(self, bucket: Tensor, shard: Tensor, *, async_op: bool) -> Callable[[], None]:
-        if self._shard_axis.size == self._replicate_axis.size == 1:
+        if self._shard_axis.size == 1 and not self._replicate_axes:
             return _nothing
         message = bucket.to(self._dtype)
+        rest = self._replicate_axes
         if self._shard_axis.size == 1:
             output = message
-            pending = self._all_reduce(message, async_op=async_op)
+            pending = _all_reduce(message, rest[0], async_op=async_op)
+            rest = rest[1:]
         else:
             # NCCL reduces into a part of its own input; gloo would overwrite what it still reads
             in_place = message is bucket and bucket.is_cuda
             output = shard if in_place else message.new_empty(shard.shape)
-            name = f"{self._name}/reduce_scatter"
+            name = gradient_collective(self._shard_axis, "reduce_scatter")
             pending = reduce_scatter(output, message, self._shard_axis, name, async_op=async_op)
 
         def finish() -> None:
             pending.wait()
             # keeps the message alive until it was sent
-            if self._shard_axis.size > 1 and self._replicate_axis.size > 1:
-                self._all_reduce(output, async_op=False)
+            for axis in rest:
+                _all_reduce(output, axis, async_op=False)
             if output.data_ptr() != shard.data_ptr() or output.dtype != shard.dtype:
                 shard.copy_(output)
 
         return finish
 
-    def _all_reduce(self, tensor: Tensor, *, async_op: bool) -> Pending:
-        return all_reduce(tensor, self._replicate_axis, f"{self._name}/all_reduce", async_op=async_op)
+
+def gradient_collective(axis: Axis, kind: str) -> str:
+    """``dp/gradients/reduce_scatter``: all axes that are made of dp_replicate, dp_shard and cp are called dp here."""
+    return f"{family(axis)}/gradients/{kind}"
+
+
+def family(axis: Axis) -> str:
+    """dp, edp, tp or ends: the axis without what it is joined with or used for."""
+    return axis.name.partition("_")[0]
+
+
+def _all_reduce(tensor: Tensor, axis: Axis, *, async_op: bool) -> Pending:
+    return all_reduce(tensor, axis, gradient_collective(axis, "all_reduce"), async_op=async_op)
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ from paceline.costs.hardware import peak_tflops
 from paceline.costs.layers import training_flops_per_token
 from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import ChunkedHeadLoss, PlainHeadLoss
+from paceline.models.init import WeightInit
 from paceline.models.transformer import Transformer
 from paceline.observe.metrics import Meter, Rates
 from paceline.optim.build import Optimizer, build_optimizer
@@ -49,16 +50,16 @@ def build_parts(config: RunConfig, registry: Registry, info: ProcessInfo, device
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
     plain = build_model(config)
     engine = parallelize(plain, config.parallel, mesh, config.train.precision, device).engine
-    engine.materialize(lambda model: model.init_weights(config.run.seed))
+    engine.materialize(WeightInit(config.model, config.run.seed))
     optimizer = build_optimizer(config.optim, engine, mesh)
     task = build_task(config, registry)
-    step = TrainStep(config, task=task, model=engine.model, engine=engine, optimizer=optimizer, mesh=mesh)
+    step = TrainStep(config, task=task, model=engine.stages[0], engine=engine, optimizer=optimizer, mesh=mesh)
     return Parts(
         config=config,
         info=info,
         device=device,
         mesh=mesh,
-        model=engine.model,
+        model=engine.stages[0],
         engine=engine,
         optimizer=optimizer,
         task=task,
