@@ -1,27 +1,32 @@
 """Do the sections fit each other, and the number of ranks? Answered before any process starts.
 
 Every finding of severity `error` refuses the run. What the schema knows but this version cannot do yet is refused here
-by name, in `_not_yet`, and nowhere else.
+by name, in `_not_yet`, and nowhere else. The rules of layouts are in files of their own:
+
+    layout       degrees against the sizes of model, sequence and batch
+    schedules    layers and stages against the pipeline schedule
+    exclusions   the table of options that do not go together
+    locality     groups of ranks that cross machines
+    nearest      which layouts close by would work
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from paceline.config.asked import Asked, error
+from paceline.config.exclusions import exclusions
+from paceline.config.layout import batch, layout_errors
+from paceline.config.locality import cluster_size, locality
+from paceline.config.nearest import nearest_sentence
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
+from paceline.config.schedules import few_micro_batches, idle_schedule
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 
-UNREAD = (
-    ("parallel", "pipeline_schedule"),
-    ("parallel", "stages_per_rank"),
-    ("parallel", "pipeline_layout"),
-    ("parallel", "cp_method"),
-    ("cluster", "nodes"),
-    ("cluster", "gpus_per_node"),
-    ("cluster", "calibration"),
-)
+UNREAD = (("cluster", "calibration"),)
 """Fields of the schema that belong to parts which are not there yet; anything but the default is refused."""
 
 
@@ -35,10 +40,19 @@ def check(config: RunConfig, registry: Registry, world_size: int) -> list[Findin
     if missing:
         # first: what is not there cannot be made to fit either
         return missing
+    asked = Asked.of(config, world_size)
+    _refuse_world_size(asked)
+    refused = _layout(asked)
     return [
         *_lengths(config),
         *_recompute(config),
-        *_batch(config, config.parallel.dp_degree(world_size)),
+        *batch(asked),
+        *refused,
+        *exclusions(config, of_layout=False),
+        *cluster_size(asked),
+        *(locality(asked) if not refused else ()),
+        *idle_schedule(asked),
+        *few_micro_batches(asked),
         *_zero(config, world_size),
         *_optimizer(config),
         *_router(config),
@@ -55,24 +69,30 @@ def refuse_errors(findings: list[Finding]) -> None:
     raise ConfigError(first.subject, evidence=first.evidence, next_step=first.next_step + also)
 
 
-def _error(id_: str, subject: str, evidence: str, next_step: str) -> Finding:
-    return Finding(id=id_, severity="error", subject=subject, evidence=evidence, next_step=next_step)
+def _refuse_world_size(asked: Asked) -> None:
+    try:
+        asked.parallel.shard_degree(asked.world_size)
+    except ConfigError as problem:
+        near = nearest_sentence(asked) if asked.world_size > 1 else ""
+        raise ConfigError(
+            problem.subject, evidence=problem.evidence, next_step=f"{problem.next_step} {near}".strip()
+        ) from None
+
+
+def _layout(asked: Asked) -> list[Finding]:
+    """What forbids the layout; the first of them names the nearest layouts that work."""
+    errors = list(layout_errors(asked))
+    if not errors:
+        return []
+    first, *rest = errors
+    return [replace(first, next_step=f"{first.next_step} {nearest_sentence(asked)}".strip()), *rest]
 
 
 def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
-    parallel = config.parallel
-    for axis in ("tp", "pp", "cp", "ep", "etp"):
-        if getattr(parallel, axis) > 1:
-            yield _error(
-                "config.not-yet",
-                f"parallel.{axis} = {getattr(parallel, axis)} is not available in this version",
-                "Data parallelism is: parallel.dp_replicate, parallel.dp_shard and parallel.zero.",
-                f"Set parallel.{axis} = 1; parallel.zero = 3 shards parameters where they do not fit.",
-            )
     for section, name in UNREAD:
         values, default = getattr(config, section), type(getattr(config, section)).model_fields[name].default
         if (value := getattr(values, name)) != default:
-            yield _error(
+            yield error(
                 "config.not-yet",
                 f"{section}.{name} = {list(value) if isinstance(value, tuple) else value!r} is not available in this "
                 "version",
@@ -80,7 +100,7 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
                 f"Leave {section}.{name} out.",
             )
     if config.train.precision == "fp8":
-        yield _error(
+        yield error(
             "config.not-yet",
             "train.precision = 'fp8' is not available in this version",
             "",
@@ -88,7 +108,7 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
         )
     kinds = ["pretrain", *registry.tasks]
     if config.task.kind not in kinds:
-        yield _error(
+        yield error(
             "config.not-yet",
             f"task.kind = {config.task.kind!r} is not available",
             f"This version and its plugins know: {', '.join(kinds)}.",
@@ -99,7 +119,7 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
 def _lengths(config: RunConfig) -> Iterator[Finding]:
     seq_len, longest = config.train.seq_len, config.model.max_seq_len
     if seq_len > longest:
-        yield _error(
+        yield error(
             "config.seq-len",
             f"train.seq_len = {seq_len} is longer than model.max_seq_len = {longest}",
             "The model's positions are made for max_seq_len tokens.",
@@ -111,7 +131,7 @@ def _lengths(config: RunConfig) -> Iterator[Finding]:
 def _recompute(config: RunConfig) -> Iterator[Finding]:
     modes, layers = config.parallel.recompute, config.model.num_layers
     if not isinstance(modes, str) and len(modes) != layers:
-        yield _error(
+        yield error(
             "config.recompute",
             f"parallel.recompute lists {len(modes)} layers, the model has {layers}",
             "A list names the mode of each layer.",
@@ -119,31 +139,9 @@ def _recompute(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _batch(config: RunConfig, dp: int) -> Iterator[Finding]:
-    micro, whole = config.train.micro_batch_size, config.train.global_batch_size
-    portion = micro * dp
-    if whole % portion:
-        below = whole // portion * portion
-        nearest = [str(value) for value in (below, below + portion) if value]
-        yield _error(
-            "config.batch",
-            f"train.global_batch_size = {whole} is not a multiple of micro_batch_size {micro} x {dp} "
-            f"data-parallel ranks = {portion}",
-            "Every rank computes the same number of micro-batches in a step.",
-            f"The nearest global batch size{'s are' if len(nearest) > 1 else ' is'} {' and '.join(nearest)}.",
-        )
-
-
 def _zero(config: RunConfig, world_size: int) -> Iterator[Finding]:
     parallel = config.parallel
     shard = parallel.shard_degree(world_size)
-    if parallel.zero >= 2 and parallel.accumulate_dtype == "bf16":
-        yield _error(
-            "config.accumulate-dtype",
-            f"parallel.accumulate_dtype = 'bf16' does not go with parallel.zero = {parallel.zero}",
-            "The FSDP engine accumulates gradients in the precision of their reduction.",
-            "Set parallel.reduce_dtype = 'bf16' instead, or parallel.zero = 1.",
-        )
     if parallel.zero == 0 and shard > 1 and parallel.dp_shard > 1:
         yield Finding(
             id="config.zero-0",
@@ -162,13 +160,6 @@ def _optimizer(config: RunConfig) -> Iterator[Finding]:
             subject=f"optim.warmup_steps = {config.optim.warmup_steps} lasts all {config.train.steps} steps",
             evidence="The learning rate never reaches optim.lr.",
             next_step=f"Set optim.warmup_steps to about {max(1, config.train.steps // 50)}.",
-        )
-    if config.optim.name == "adamw8bit" and config.parallel.offload != "none":
-        yield _error(
-            "config.offload-8bit",
-            "optim.name = 'adamw8bit' does not go with parallel.offload",
-            "8-bit moments are updated by a GPU kernel; offloaded ones live on the host.",
-            "Set parallel.offload = 'none', or optim.name = 'adamw'.",
         )
 
 

@@ -14,11 +14,17 @@ class ClusterConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPUs that are there, else the CPU."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(0, ge=0)
+    """Machines of the run; times `gpus_per_node` it must be the number of ranks. 0 = as many as the ranks need."""
     gpus_per_node: int = Field(8, ge=1)
+    """Ranks of one machine: where tensor and context parallelism had better stay inside."""
     gpu: str = ""
     """Hardware name of the table in `costs/hardware.py`, for planning; empty = the devices that are there."""
     calibration: str = ""
     """A file of measured rates that replaces the table's."""
     timeout_seconds: int = Field(1800, ge=1)
     """How long a collective may wait before the run is ended."""
+
+    def num_nodes(self, world_size: int) -> int:
+        """`nodes`, or how many machines the ranks fill where it is 0."""
+        return self.nodes or -(-world_size // self.gpus_per_node)

@@ -16,13 +16,13 @@ class ParallelConfig(Section):
     """How the model is spread over ranks, and what is traded for memory."""
 
     tp: int = Field(1, ge=1)
-    """Tensor parallel: each matrix cut over so many ranks."""
+    """Tensor parallel: heads, MLP widths, the vocabulary and the residual stream's sequence cut over so many ranks."""
     pp: int = Field(1, ge=1)
     """Pipeline parallel: layers cut into so many stages."""
     cp: int = Field(1, ge=1)
     """Context parallel: each sequence cut over so many ranks."""
     ep: int = Field(1, ge=1)
-    """Expert parallel: experts spread over so many ranks."""
+    """Expert parallel: experts spread over so many ranks of a pipeline stage, whatever else lies there."""
     etp: int = Field(1, ge=1)
     """Tensor parallel inside an expert."""
     dp_replicate: int = Field(1, ge=1)
@@ -34,9 +34,10 @@ class ParallelConfig(Section):
     order: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     """Axes from outermost to innermost: neighbouring ranks differ in the last one."""
     pipeline_schedule: Literal["1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = "1f1b"
-    """Order of forward and backward passes over the stages."""
+    """Order of forward and backward passes over the stages; `zero_bubble` and `zbv` split the backward pass."""
     stages_per_rank: int = Field(1, ge=1)
-    """Model chunks of a pipeline rank (interleaved schedules: 2 or more)."""
+    """Runs of layers on a pipeline rank: 1 for `1f1b`, 2 or more for `interleaved_1f1b`, 2 for `zbv`, any number for
+    `zero_bubble`."""
     pipeline_layout: tuple[int, ...] = ()
     """Layers of each stage; empty = cut by cost."""
     cp_method: Literal["ring", "ulysses"] = "ring"
@@ -64,6 +65,11 @@ class ParallelConfig(Section):
         """Ranks that hold one copy of the model: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def stages(self) -> int:
+        """Runs of layers that the model is cut into: pp * stages_per_rank."""
+        return self.pp * self.stages_per_rank
+
     def shard_degree(self, world_size: int) -> int:
         """`dp_shard`, or what is left of `world_size` where it is 0.
 
@@ -85,8 +91,11 @@ class ParallelConfig(Section):
             if world_size % fixed == 0
             else f"Start {fixed} ranks, or a multiple of it, with parallel.dp_shard = 0."
         )
+        if world_size == 1:
+            fit = f"Was it started without a launcher? Use --nproc {fixed}, torchrun or srun."
         raise ConfigError(
-            f"the recipe asks for {asked}, which does not make the {world_size} ranks that were started",
+            f"the recipe asks for {asked}, which does not make the {world_size} rank{'s' * (world_size > 1)} that "
+            f"{'were' if world_size > 1 else 'was'} started",
             evidence=f"tp * pp * cp * dp_replicate = {fixed}; times dp_shard it must be the world size.",
             next_step=f"{fit} dp_shard = 0 takes whatever is left.",
         )

@@ -1,0 +1,183 @@
+"""Which options exclude each other? A table: one row less, and the pair is allowed.
+
+What depends on sizes (heads that divide, lengths, layers) is in `layout.py` and `schedules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from paceline.config.asked import error, show
+from paceline.config.run import RunConfig
+from paceline.report.finding import Finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Something that a recipe switches on."""
+
+    name: str
+    """As the documentation calls it."""
+    key: str
+    """The field whose value the message shows."""
+    on: Callable[[RunConfig], bool]
+    off: str
+    """The nearest value that switches it off: ``"parallel.tp = 1"``."""
+    layout: bool = True
+    """Whether another way to spread the model could do without it."""
+
+    def spelled(self, config: RunConfig) -> str:
+        value: object = config
+        for name in self.key.split("."):
+            value = getattr(value, name)
+        return f"{self.key} = {show(value)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """Two options that do not go together, and why."""
+
+    id: str
+    options: tuple[Option, Option]
+    because: str
+
+    @property
+    def of_layout(self) -> bool:
+        return any(option.layout for option in self.options)
+
+
+def _split_backward(config: RunConfig) -> bool:
+    return config.parallel.pp > 1 and config.parallel.pipeline_schedule in ("zero_bubble", "zbv")
+
+
+_TENSOR = Option(
+    name="tensor parallelism (`parallel.tp`)",
+    key="parallel.tp",
+    on=lambda config: config.parallel.tp > 1,
+    off="parallel.tp = 1",
+)
+_EXPERT_TENSOR = Option(
+    name="tensor parallelism inside experts (`parallel.etp`)",
+    key="parallel.etp",
+    on=lambda config: config.parallel.etp > 1,
+    off="parallel.etp = 1",
+)
+_CONTEXT = Option(
+    name="context parallelism (`parallel.cp`)",
+    key="parallel.cp",
+    on=lambda config: config.parallel.cp > 1,
+    off="parallel.cp = 1",
+)
+_SPLIT_BACKWARD = Option(
+    name="`parallel.pipeline_schedule` `zero_bubble` and `zbv`",
+    key="parallel.pipeline_schedule",
+    on=_split_backward,
+    off="parallel.pipeline_schedule = '1f1b'",
+)
+_FSDP = Option(
+    name="`parallel.zero` 2 and 3",
+    key="parallel.zero",
+    on=lambda config: config.parallel.zero >= 2,
+    off="parallel.zero = 1",
+    layout=False,
+)
+_COMPILE = Option(
+    name="`parallel.compile`",
+    key="parallel.compile",
+    on=lambda config: config.parallel.compile,
+    off="parallel.compile = false",
+    layout=False,
+)
+_OFFLOAD = Option(
+    name="`parallel.offload`",
+    key="parallel.offload",
+    on=lambda config: config.parallel.offload != "none",
+    off="parallel.offload = 'none'",
+    layout=False,
+)
+_BF16_SUMS = Option(
+    name='`parallel.accumulate_dtype = "bf16"`',
+    key="parallel.accumulate_dtype",
+    on=lambda config: config.parallel.accumulate_dtype == "bf16",
+    off="parallel.reduce_dtype = 'bf16' instead",
+    layout=False,
+)
+_MUON = Option(
+    name='`optim.name = "muon"`',
+    key="optim.name",
+    on=lambda config: config.optim.name == "muon",
+    off="optim.name = 'adamw'",
+    layout=False,
+)
+_ADAMW8BIT = Option(
+    name='`optim.name = "adamw8bit"`',
+    key="optim.name",
+    on=lambda config: config.optim.name == "adamw8bit",
+    off="optim.name = 'adamw'",
+    layout=False,
+)
+_MTP = Option(
+    name="multi-token prediction (`model.mtp_layers`)",
+    key="model.mtp_layers",
+    on=lambda config: config.model.mtp_layers > 0,
+    off="model.mtp_layers = 0",
+    layout=False,
+)
+
+EXCLUSIONS = (
+    Exclusion(
+        id="config.muon-tp",
+        options=(_MUON, _TENSOR),
+        because="Muon orthogonalises whole matrices, and with tp each rank has a part of every one. It works with "
+        "pp, cp, ep and every parallel.zero.",
+    ),
+    Exclusion(
+        id="config.muon-etp",
+        options=(_MUON, _EXPERT_TENSOR),
+        because="Muon orthogonalises whole matrices, and with etp each rank has a part of an expert's. It works with "
+        "ep.",
+    ),
+    Exclusion(
+        id="config.mtp-cp",
+        options=(_MTP, _CONTEXT),
+        because="Multi-token prediction looks further ahead in the sequence, which at the end of a part is on another "
+        "rank.",
+    ),
+    Exclusion(
+        id="config.split-backward-compile",
+        options=(_SPLIT_BACKWARD, _COMPILE),
+        because="This schedule computes the gradients of weights apart from those of inputs, and a compiled block has "
+        "one backward for both (pytorch/pytorch#161904).",
+    ),
+    Exclusion(
+        id="config.split-backward-fsdp",
+        options=(_SPLIT_BACKWARD, _FSDP),
+        because="This schedule computes the gradients of weights apart from those of inputs, and FSDP2 frees a block's "
+        "weights after one backward.",
+    ),
+    Exclusion(
+        id="config.accumulate-dtype",
+        options=(_BF16_SUMS, _FSDP),
+        because="The FSDP engine accumulates gradients in the precision of their reduction.",
+    ),
+    Exclusion(
+        id="config.offload-8bit",
+        options=(_ADAMW8BIT, _OFFLOAD),
+        because="8-bit moments are updated by a GPU kernel; offloaded ones live on the host.",
+    ),
+)
+
+
+def exclusions(config: RunConfig, *, of_layout: bool) -> Iterator[Finding]:
+    """The rows of the table that this recipe meets: those that another layout avoids, or the others."""
+    for row in EXCLUSIONS:
+        if row.of_layout != of_layout or not all(option.on(config) for option in row.options):
+            continue
+        first, second = row.options
+        yield error(
+            row.id,
+            f"{first.spelled(config)} does not go with {second.spelled(config)}",
+            row.because,
+            f"Set {first.off}, or {second.off}.",
+        )

@@ -1,0 +1,100 @@
+"""Which groups of ranks cross from one machine to another, and does that matter?
+
+Tensor parallelism talks twice a layer and waits; context and expert parallelism move as much but can hide a part of it.
+All of them belong inside a node, where links are some ten times faster. Pipeline stages and data parallelism may cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from paceline.config.asked import Asked, divisors, error, listed
+from paceline.report.finding import Finding
+
+
+def cluster_size(asked: Asked) -> Iterator[Finding]:
+    """`cluster.nodes`, where it is given, says how many ranks there are to be."""
+    cluster, world_size = asked.config.cluster, asked.world_size
+    ranks = cluster.nodes * cluster.gpus_per_node
+    if not cluster.nodes or ranks == world_size:
+        return
+    alone = (
+        "Only one process was started, perhaps without a launcher: use --nproc, torchrun or srun."
+        if world_size == 1
+        else f"Start {ranks} ranks, or set cluster.nodes = 0 to take as many nodes as the ranks need."
+    )
+    yield error(
+        "config.cluster-size",
+        f"cluster.nodes = {cluster.nodes} * cluster.gpus_per_node = {cluster.gpus_per_node} are {ranks} ranks, "
+        f"{world_size} {'was' if world_size == 1 else 'were'} started",
+        "There is one rank for each GPU.",
+        alone,
+    )
+
+
+def locality(asked: Asked) -> Iterator[Finding]:
+    """A warning where tensor parallelism crosses nodes, notes for context and expert parallelism."""
+    per_node, parallel = asked.config.cluster.gpus_per_node, asked.parallel
+    if asked.world_size <= per_node:
+        return
+    if parallel.tp > 1 and _crosses(dense_groups(asked, ("tp",)), per_node):
+        yield Finding(
+            id="config.tp-across-nodes",
+            severity="warning",
+            subject=f"parallel.tp = {parallel.tp} crosses nodes of cluster.gpus_per_node = {per_node}",
+            evidence="Every layer waits for its gathers and scatters, between nodes at a tenth of the speed or less.",
+            next_step=_keep_inside(asked),
+        )
+    for axis, groups, what in (
+        ("cp", dense_groups(asked, ("cp",)), "keys and values of every layer"),
+        ("ep", expert_groups(asked), "the tokens of every expert layer"),
+    ):
+        if getattr(parallel, axis) > 1 and _crosses(groups, per_node):
+            yield Finding(
+                id=f"config.{axis}-across-nodes",
+                severity="note",
+                subject=f"parallel.{axis} = {getattr(parallel, axis)} crosses nodes of cluster.gpus_per_node = "
+                f"{per_node}",
+                evidence=f"It moves {what} between nodes.",
+                next_step=f"A group inside a node is faster: a smaller parallel.{axis} or parallel.tp, or another "
+                "parallel.order.",
+            )
+
+
+def _keep_inside(asked: Asked) -> str:
+    parallel, per_node = asked.parallel, asked.config.cluster.gpus_per_node
+    if parallel.order[-1] != "tp" and per_node % parallel.tp == 0:
+        return "Put tp last in parallel.order: neighbouring ranks differ in the last axis."
+    return f"tp inside a node may be {listed(divisors(per_node))}; parallel.pp may cross nodes."
+
+
+def dense_groups(asked: Asked, axes: tuple[str, ...]) -> list[list[int]]:
+    """The ranks that differ along ``axes`` only, for each of their groups. Mirrors `parallel/mesh.py`."""
+    order = asked.parallel.order
+    fixed = [position for position, name in enumerate(order) if name not in axes]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*(range(size) for size in _sizes(asked)))):
+        groups.setdefault(tuple(place[position] for position in fixed), []).append(rank)
+    return list(groups.values())
+
+
+def expert_groups(asked: Asked) -> list[list[int]]:
+    """The ranks among which the experts of a stage are dealt out: neighbours of the stage, `etp` apart."""
+    parallel = asked.parallel
+    groups = []
+    for stage in dense_groups(asked, tuple(name for name in parallel.order if name != "pp")):
+        block = parallel.ep * parallel.etp
+        for start in range(0, len(stage), block):
+            groups += [stage[start + first : start + block : parallel.etp] for first in range(parallel.etp)]
+    return groups
+
+
+def _sizes(asked: Asked) -> list[int]:
+    parallel = asked.parallel
+    shard = parallel.shard_degree(asked.world_size)
+    return [shard if name == "dp_shard" else getattr(parallel, name) for name in parallel.order]
+
+
+def _crosses(groups: list[list[int]], per_node: int) -> bool:
+    return any(len({rank // per_node for rank in group}) > 1 for group in groups)

@@ -1,0 +1,43 @@
+"""Which options exclude each other? Each row of the table is met, told with both values, mended by either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.config.exclusions import EXCLUSIONS
+from paceline.report.finding import Finding
+
+CASES = {
+    "config.muon-tp": ("optim.name=muon", "parallel.tp=2"),
+    "config.muon-etp": ("optim.name=muon", "parallel.etp=2", "model.num_experts=4", "model.top_k=2"),
+    "config.mtp-cp": ("model.mtp_layers=1", "parallel.cp=2"),
+    "config.split-backward-compile": (
+        "parallel.pipeline_schedule=zero_bubble",
+        "parallel.compile=true",
+        "parallel.pp=2",
+    ),
+    "config.split-backward-fsdp": ("parallel.pipeline_schedule=zero_bubble", "parallel.zero=2", "parallel.pp=2"),
+    "config.accumulate-dtype": ("parallel.accumulate_dtype=bf16", "parallel.zero=2"),
+    "config.offload-8bit": ("optim.name=adamw8bit", "parallel.offload=optimizer"),
+}
+
+
+def test_every_row_is_tried() -> None:
+    assert {row.id for row in EXCLUSIONS} == set(CASES)
+
+
+@pytest.mark.parametrize("id_", CASES)
+def test_a_pair_is_refused_and_each_way_out_works(findings: Callable[..., list[Finding]], id_: str) -> None:
+    (row,) = (row for row in EXCLUSIONS if row.id == id_)
+    (refused,) = findings(4, *CASES[id_])
+    assert refused.severity == "error" and refused.id == id_
+    assert all(option.key in refused.subject and option.off in refused.next_step for option in row.options)
+    assert refused.evidence == row.because
+    assert ("Nearest layouts" in refused.next_step) == row.of_layout
+    for option in row.options:
+        if not option.off.endswith("instead"):
+            key, _, value = option.off.partition(" = ")
+            left = [finding for finding in findings(4, *CASES[id_], f"{key}={value}") if finding.severity == "error"]
+            assert left == []

@@ -1,0 +1,134 @@
+"""What is proposed works; whatever is asked for, the answer is findings or a ConfigError, and soon."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from paceline.config.check import check, refuse_errors
+from paceline.config.load import resolve
+from paceline.errors import ConfigError
+from paceline.report.finding import Finding
+
+DRAWN = 600
+SECONDS = 0.5
+"""Of the processor. A check that proposes layouts takes milliseconds, one that finds none some ten."""
+
+
+def proposals(text: str) -> list[list[str]]:
+    """The overrides of each layout that a refusal proposes."""
+    listed = text.partition("Nearest layouts that work on ")[2].partition(": ")[2]
+    return [
+        [quoted or plain for quoted, plain in re.findall(r"--set (?:'([^']+)'|(\S+?)(?=[;.]?(?: |$|\n)))", part)]
+        for part in listed.split("; or ")
+        if part
+    ]
+
+
+def test_proposals_are_near_and_few(findings: Callable[..., list[Finding]]) -> None:
+    (refused,) = findings(8, "optim.name=muon", "parallel.tp=2", "parallel.pp=2")
+    found = proposals(refused.next_step)
+    assert found[0] == ["parallel.tp=1"] and len(found) == 3
+
+
+def test_an_explicit_shard_degree_is_mended_too(findings: Callable[..., list[Finding]]) -> None:
+    (refused,) = findings(8, "optim.name=muon", "parallel.tp=2", "parallel.dp_shard=4")
+    assert proposals(refused.next_step)[0] == ["parallel.tp=1", "parallel.dp_shard=8"]
+
+
+def test_nothing_is_proposed_where_nothing_works(findings: Callable[..., list[Finding]]) -> None:
+    refused = findings(5, "parallel.tp=5", "train.seq_len=1023", "train.global_batch_size=3")
+    assert all("Nearest" not in finding.next_step for finding in refused)
+
+
+def test_thousands_of_ranks_are_answered_soon() -> None:
+    recipe = resolve({}, ["model.preset=deepseek_v3", "parallel.tp=8", "parallel.pp=16", "parallel.ep=48"])
+    began = time.process_time()
+    found = check(recipe.config, recipe.registry, 2048)
+    assert time.process_time() - began < SECONDS
+    assert any(finding.severity == "error" for finding in found)
+
+
+def test_whatever_is_drawn_is_fine_or_refused_and_proposals_work() -> None:
+    seed = random.randrange(2**32)
+    draw = random.Random(seed)
+    counts = {"fine": 0, "refused": 0, "proposed": 0}
+    for number in range(DRAWN):
+        overrides = _drawn(draw)
+        world_size = draw.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 24, 48, 64])
+        case = f"seed {seed}, draw {number}: {world_size} ranks, {overrides}"
+        error = _refusal(overrides, world_size, case)
+        if error is None:
+            counts["fine"] += 1
+            continue
+        counts["refused"] += 1
+        assert error.subject and error.next_step, case
+        alone = _layout_alone(overrides)
+        for proposed in proposals(error.next_step):
+            counts["proposed"] += 1
+            again = _refusal([*alone, *proposed], world_size, case)
+            assert again is None, f"{case}: {proposed} is refused: {again}"
+    assert min(counts.values()) > DRAWN // 20, counts
+
+
+def _refusal(overrides: list[str], world_size: int, case: str) -> ConfigError | None:
+    try:
+        recipe = resolve({}, overrides)
+        began = time.process_time()
+        found = check(recipe.config, recipe.registry, world_size)
+        assert time.process_time() - began < SECONDS, case
+        refuse_errors(found)
+    except ConfigError as error:
+        return error
+    except ValidationError as error:
+        raise AssertionError(f"{case}: {error}") from error
+    return None
+
+
+def _layout_alone(overrides: list[str]) -> list[str]:
+    """Without what no layout mends: a proposal is about the layout."""
+    others = ("parallel.offload", "parallel.accumulate_dtype", "parallel.recompute")
+    return [text for text in overrides if not text.startswith(others)]
+
+
+def _drawn(draw: random.Random) -> list[str]:
+    layers = draw.choice([1, 2, 3, 4, 8])
+    heads, kv = draw.choice([(4, 4), (4, 2), (8, 1), (12, 4), (6, 3)])
+    experts = draw.choice([0, 0, 4, 6])
+    texts = [
+        f"model.num_layers={layers}",
+        f"model.num_heads={heads}",
+        f"model.num_kv_heads={kv}",
+        "model.head_dim=8",
+        f"model.ffn_size={draw.choice([64, 96, 100])}",
+        f"model.num_experts={experts}",
+        f"model.top_k={min(experts, 2)}",
+        f"model.mtp_layers={draw.choice([0, 0, 1])}",
+        f"model.attention_dropout={draw.choice([0.0, 0.0, 0.1])}",
+        f"train.seq_len={draw.choice([64, 96, 100])}",
+        f"train.global_batch_size={draw.choice([8, 12, 48])}",
+        f"optim.name={draw.choice(['adamw', 'adamw', 'adamw8bit', 'muon'])}",
+        f"parallel.zero={draw.choice([0, 1, 2, 3])}",
+        f"parallel.compile={draw.choice(['true', 'false'])}",
+        f"parallel.offload={draw.choice(['none', 'none', 'optimizer', 'parameters'])}",
+        f"parallel.accumulate_dtype={draw.choice(['fp32', 'fp32', 'bf16'])}",
+        f"parallel.pipeline_schedule={draw.choice(['1f1b', '1f1b', 'interleaved_1f1b', 'zero_bubble', 'zbv'])}",
+        f"parallel.stages_per_rank={draw.choice([1, 1, 2, 3])}",
+        f"parallel.cp_method={draw.choice(['ring', 'ulysses'])}",
+        f"parallel.dp_shard={draw.choice([0, 0, 0, 2])}",
+        "parallel.recompute=" + draw.choice(["none", "full", '["none", "full"]']),
+    ]
+    # a recipe changes a few things; with all of them at once nearly everything is refused
+    texts = [
+        text for text in texts if text.startswith(("model.num", "model.top_k", "model.head_dim")) or draw.random() < 0.3
+    ]
+    for axis in ("tp", "pp", "cp", "ep", "etp", "dp_replicate"):
+        texts.append(f"parallel.{axis}={draw.choice([1, 1, 1, 1, 2, 2, 3, 4])}")
+    texts += ["train.global_batch_size=192"] if draw.random() < 0.8 else []
+    if draw.random() < 0.2:
+        texts.append(f"parallel.pipeline_layout={[draw.randint(0, 3) for _ in range(draw.randint(1, 4))]}")
+    return texts
