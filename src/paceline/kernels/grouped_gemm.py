@@ -29,6 +29,8 @@ def grouped_gemm(x_NC: Tensor, weight_EFC: Tensor, counts_E: Tensor) -> Tensor:
         if x_NC.is_cuda and not torch.compiler.is_compiling():
             _log_once(f"experts take the slower path: one matrix product after the other, because {reason}")
         return grouped_gemm_reference(x_NC, weight_EFC, counts_E)
+    if x_NC.shape[0] == 0:  # a rank of expert parallelism that nobody sends a token to
+        return grouped_gemm_reference(x_NC, weight_EFC, counts_E)
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
     y_NF = F.grouped_mm(x_NC, weight_EFC.transpose(-2, -1), offs=offsets_E)
     return _ContiguousGradient.apply(y_NF)

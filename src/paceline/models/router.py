@@ -133,9 +133,7 @@ class Router(nn.Module):
             factor = self.routing.eval_capacity_factor
         return max(1, int(factor * seq_len * self.top_k / num_experts)) if factor else 0
 
-    def _losses(
-        self, logits_NE: Tensor, scores_NE: Tensor, whole_BE: Tensor, local_len: int, whole_len: int
-    ) -> Tensor:
+    def _losses(self, logits_NE: Tensor, scores_NE: Tensor, whole_BE: Tensor, local_len: int, whole_len: int) -> Tensor:
         """The part that the tokens here have in the losses of their sequences.
 
         Args:
@@ -222,9 +220,9 @@ def within_capacity(experts_BA: Tensor, counts_BE: Tensor, capacity: int) -> Ten
 def balance_loss(counts_BE: Tensor, probs_BE: Tensor) -> Tensor:
     """E * sum over experts of (share of assignments) * (mean probability), for each sequence; summed over sequences.
 
-    1 for a sequence that uses all experts evenly. Probabilities of some of the tokens (divided by the number of all) give
-    their part of the loss. Sources: Switch Transformer, arXiv:2101.03961, eq. 4; per sequence as
-    in DeepSeek-V3, arXiv:2412.19437, eq. 17-20.
+    1 for a sequence that uses all experts evenly. Probabilities of some of its tokens, divided by the number of all,
+    give their part of the loss. Sources: Switch Transformer, arXiv:2101.03961, eq. 4; per sequence as in DeepSeek-V3,
+    arXiv:2412.19437, eq. 17-20.
     """
     share_BE = counts_BE.to(probs_BE.dtype) / counts_BE.sum(1, keepdim=True)
     return counts_BE.shape[1] * (share_BE * probs_BE).sum()
