@@ -192,7 +192,8 @@ def test_the_recipe_reference_is_up_to_date() -> None:
 def test_recipes_load_and_pass_the_check(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # where run.plugins of the example is found
     recipe = load_recipe(path)
-    refuse_errors(check(recipe.config, recipe.registry, 1))
+    cluster = recipe.config.cluster
+    refuse_errors(check(recipe.config, recipe.registry, cluster.nodes * cluster.gpus_per_node or 1))
 
 
 def test_every_dependency_has_its_reason() -> None:

@@ -9,17 +9,20 @@ import pytest
 import torch
 
 from paceline.config.model import ModelConfig, MoEConfig
+from paceline.config.parallel import ParallelConfig
 from paceline.config.presets import preset
 from paceline.config.run import RunConfig
 from paceline.costs.activations import (
     activations_per_token,
     block_activations,
     logits_bytes,
+    peak_held,
     recomputed_activations,
 )
 from paceline.costs.layers import count_parameters
-from paceline.costs.memory import estimate, is_matrix, moment_bytes
-from paceline.costs.parameters import model_shapes
+from paceline.costs.memory import MemoryEstimate, estimate, estimate_pipeline, is_matrix, moment_bytes
+from paceline.costs.parameters import Holdings, count_boxes, model_shapes, rank_parameters
+from paceline.costs.stages import cut_stages, stages_of_rank
 from paceline.models.transformer import Transformer
 from paceline.optim.groups import parameter_kind
 
@@ -177,3 +180,147 @@ def test_published_peak_llama3_8b_fsdp8() -> None:
     )
     assert found.states / GIB == pytest.approx(15.0, rel=0.01)
     assert found.total / GIB == pytest.approx(47.6, rel=0.15)
+
+
+# ---- layouts
+
+
+def _bytes_of(parallel: dict[str, Any], world_size: int, model: ModelConfig = LLAMA, **train: Any) -> MemoryEstimate:
+    return estimate(_config(model, parallel=parallel, train=train), world_size)
+
+
+def test_states_of_a_layout_are_those_of_the_parameters_held() -> None:
+    """6 + 12 / S bytes of each dense parameter, S = dp_shard x cp."""
+    config = _config(parallel={"tp": 4, "cp": 2}, train={"seq_len": 8192})
+    held = count_boxes(rank_parameters(config, 16, {"tp": 0}))
+    assert N / 4 < held < N / 4 * 1.001
+    assert estimate(config, 16).states == pytest.approx((6 + 12 / 4) * held, rel=1e-6)
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 4}, {"tp": 2, "ep": 4}, {"ep": 2, "etp": 2}, {"dp_replicate": 4}])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_are_sharded_over_their_own_ranks(parallel: dict[str, int], zero: int) -> None:
+    model = ModelConfig(**preset("qwen3_moe_12l"))
+    config = _config(model, parallel={"zero": zero, **parallel})
+    held = Holdings(config, 8).of_rank(0)
+    edp = 8 // (parallel.get("ep", 1) * parallel.get("etp", 1))
+    dense_shards = 8 // parallel.get("tp", 1) // parallel.get("dp_replicate", 1)
+    kept, sharded = (6, 12) if zero == 1 else (0, 16)
+    expected = (kept + sharded / dense_shards) * held.dense + (kept + sharded / edp) * held.experts
+    assert estimate(config, 8).states == pytest.approx(expected, rel=1e-6)
+
+
+def test_tensor_and_context_parallel_divide_activations() -> None:
+    """All but what each tp rank gathers for itself: the inputs of attention and MLP, and the head's."""
+    long = {"seq_len": 8192, "global_batch_size": 8}
+    one = _bytes_of({}, 8, **long).activations
+    assert _bytes_of({"cp": 4}, 8, **long).activations == pytest.approx(one / 4, rel=1e-6)
+    gathered = 8192 * 2 * 4096 * (2 * 33 + 1)  # 33: the largest layer counts twice
+    assert _bytes_of({"tp": 8}, 8, **long).activations == pytest.approx((one - gathered) / 8 + gathered, rel=1e-3)
+
+
+def test_key_value_heads_fewer_than_ranks_are_kept_on_each() -> None:
+    def of_block(kv_heads: int) -> int:
+        model = LLAMA.model_copy(update={"num_kv_heads": kv_heads})
+        return block_activations(model, model.blocks()[0], _config(model, parallel={"tp": 8}))
+
+    assert of_block(2) == of_block(8)
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", [4, 3, 2, 1]), ("zero_bubble", [4, 4, 4, 4])])
+def test_ranks_keep_the_micro_batches_in_flight(schedule: str, in_flight: list[int]) -> None:
+    """arXiv:2104.04473: with 1F1B rank r holds min(m, pp - r) micro-batches of its layers."""
+    parallel = {"pp": 4, "pipeline_schedule": schedule, "pipeline_layout": [8, 8, 8, 8]}
+    config = _config(parallel=parallel, train={"global_batch_size": 16})
+    block, hidden = block_activations(LLAMA, LLAMA.blocks()[0], config), 2 * 4096
+    edges = [2 * hidden, hidden, hidden, 2 * hidden]
+    for rank, count in enumerate(in_flight):
+        assert activations_per_token(config, rank, 16) == count * (8 * block + edges[rank]) + block
+    for count in (1, 2):
+        assert activations_per_token(config, 0, count) == count * (8 * block + edges[0]) + block
+    assert [found.logits > 0 for found in estimate_pipeline(config, 4)] == [False, False, False, True]
+
+
+def test_peaks_of_schedules() -> None:
+    """In layers x micro-batches of a 16-layer model: interleaved 1F1B 1 + (p - 1) / (p v) of 1F1B (arXiv:2104.04473),
+    V the same on every rank and 1F1B's at most."""
+
+    def peak(rank: int, schedule: str, stages: int) -> int:
+        parallel = ParallelConfig(pp=4, pipeline_schedule=schedule, stages_per_rank=stages)  # type: ignore[arg-type]
+        return peak_held(parallel, rank, 32, dict.fromkeys(stages_of_rank(parallel, rank), 16 // 4 // stages))
+
+    assert [peak(rank, "1f1b", 1) for rank in range(4)] == [16, 12, 8, 4]
+    assert peak(0, "interleaved_1f1b", 2) == 16 * (1 + 3 / 8)
+    assert {peak(rank, "zbv", 2) for rank in range(4)} == {16}
+
+
+def test_the_heaviest_stage_is_reported_not_the_mean() -> None:
+    """Case 29: layers [1, 2, 2, 3], embedding and head counted."""
+    model = ModelConfig(**preset("tiny_llama") | {"num_layers": 8, "vocab_size": 4096})
+    config = _config(model, parallel={"pp": 4, "pipeline_layout": [1, 2, 2, 3], "zero": 0}, train={"seq_len": 256})
+    counts = count_parameters(model)
+    layers = [sum(counts.blocks[range_.start : range_.stop]) for range_ in cut_stages(config, 4)]
+    heaviest = layers[3] + counts.head + counts.final_norm
+    by_rank = [found.states for found in estimate_pipeline(config, 4)]
+    assert by_rank == [18 * (layers[0] + counts.embedding), 18 * layers[1], 18 * layers[2], 18 * heaviest]
+    assert heaviest > 1.4 * counts.total / 4
+    assert estimate(config, 4).total == max(found.total for found in estimate_pipeline(config, 4))
+
+
+def test_tied_embeddings_are_on_both_ends() -> None:
+    model = ModelConfig(**preset("tiny_gpt"))
+    config = _config(model, parallel={"pp": 2, "zero": 0}, train={"seq_len": 256})
+    both = sum(found.states for found in estimate_pipeline(config, 2))
+    counts = count_parameters(model)
+    assert both == 18 * (counts.total + counts.embedding)
+
+
+def test_llama2_7b_over_two_tensor_parallel_ranks() -> None:
+    """Case 25: states of 60.6 GB with one data-parallel rank, 40.4 GB with two; activations of 36.5 GB a published
+    formula (34 sbh / t a layer), which keeps no gathered input. On 80 GB the first cannot fit whatever is recomputed
+    by half; data parallelism, not tensor parallelism, is what changes that."""
+    shape = preset("llama3_8b") | {"num_kv_heads": 32, "ffn_size": 11008, "vocab_size": 32000}
+    model = ModelConfig(**shape)
+    train = {"seq_len": 4096, "micro_batch_size": 4, "global_batch_size": 8}
+    one, two = (estimate(_config(model, parallel={"tp": 2, "compile": True}, train=train), size) for size in (2, 4))
+    assert one.states / 1e9 == pytest.approx(60.6, rel=0.01)
+    assert two.states / 1e9 == pytest.approx(40.4, rel=0.01)
+    assert one.total - two.total == one.states - two.states
+    assert one.total > 80e9
+    # 32 layers and one more, of which two gathered inputs are whole
+    published = 33 * 34 * 4 * 4096 * 4096 / 2
+    gathered = 33 * 4 * 4 * 4096 * 4096 / 2
+    assert two.activations == pytest.approx(published + gathered, rel=0.05)
+    selective = {"tp": 2, "compile": True, "recompute": "selective"}
+    assert estimate(_config(model, parallel=selective, train=train), 4).total < 80e9
+    assert estimate(_config(model, parallel=selective, train=train), 2).total > 80e9
+
+
+def test_selective_recompute_saves_little_where_attention_keeps_no_scores() -> None:
+    """Case 28: nothing of the 5 a s / h term is there with fused attention; with materialised scores it is most of it
+    (arXiv:2205.05198, 34 + 5 a s / h of them)."""
+    model = ModelConfig(
+        num_layers=8, hidden_size=4096, num_heads=32, ffn_size=16384, activation="gelu", norm="layernorm"
+    )
+
+    def total(kernel: str, mode: str) -> int:
+        parallel, train = {"tp": 4, "recompute": mode}, {"seq_len": 4096, "attention_kernel": kernel}
+        config = _config(model, parallel=parallel, train=train)
+        return sum(_saved_of_blocks(config))
+
+    assert total("auto", "selective") > 0.5 * total("auto", "none")
+    assert total("reference", "selective") < 0.2 * total("reference", "none")
+
+
+def _saved_of_blocks(config: RunConfig) -> list[int]:
+    blocks = config.model.blocks()
+    whole = [block_activations(config.model, block, config) for block in blocks]
+    mode = config.parallel.recompute
+    assert isinstance(mode, str)
+    return [recomputed_activations(block, mode, config, count) for block, count in zip(blocks, whole, strict=True)]
+
+
+def test_logits_are_cut_over_the_vocabulary() -> None:
+    model = ModelConfig(vocab_size=248320, hidden_size=4096)
+    train = _config(train={"loss_kernel": "plain"}).train
+    assert logits_bytes(model, train, 11600, tp=4) * 4 == logits_bytes(model, train, 11600)

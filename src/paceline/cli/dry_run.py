@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from paceline.cli.layout_tables import holdings_table, mesh_table, stages_table
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import find_hardware, hardware_names
 from paceline.costs.layers import count_parameters, training_flops_per_token
-from paceline.costs.memory import MemoryEstimate, estimate
+from paceline.costs.memory import MemoryEstimate, estimate_pipeline
+from paceline.costs.parameters import Holdings
 from paceline.data.indexed import IndexedDataset
 from paceline.data.sidecar import read_sidecar
 from paceline.errors import ConfigError
@@ -38,20 +40,26 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
     """Checks the recipe and prints what a run of it would be. Starts nothing, writes nothing.
 
     Args:
-        nproc: world size; None = what the launcher's environment says, or 1.
+        nproc: world size; None = what the launcher's environment says, or the machines of `[cluster]`, or 1.
 
     Raises:
         ConfigError: the recipe is not usable on so many ranks.
     """
     config = recipe.config
-    world_size = nproc or process_info().world_size
+    world_size = nproc or _world_size(config)
     findings = check(config, recipe.registry, world_size)
     refuse_errors(findings)
     _check_data(config, recipe.registry)
-    memory = estimate(config, world_size)
+    holdings, estimates = Holdings(config, world_size), estimate_pipeline(config, world_size)
+    memory = max(estimates, key=lambda found: found.total)
     console = make_console()
     print_table(console, _work(config, world_size))
-    for shown in (_mesh(config, world_size), _memory(memory)):
+    for shown in (
+        mesh_table(config, holdings.grid),
+        *((stages_table(config),) if config.parallel.pp > 1 else ()),
+        holdings_table(config, holdings, estimates),
+        _memory(memory),
+    ):
         console.print()
         print_table(console, shown)
     findings += _fits(config, memory)
@@ -59,6 +67,11 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
         console.print()
         print_findings(console, findings)
     _end(console, config)
+
+
+def _world_size(config: RunConfig) -> int:
+    info, cluster = process_info(), config.cluster
+    return cluster.nodes * cluster.gpus_per_node if info.launcher == "single" and cluster.nodes else info.world_size
 
 
 def _check_data(config: RunConfig, registry: Registry) -> None:
@@ -111,30 +124,6 @@ def _work(config: RunConfig, world_size: int) -> Table:
         ("FLOPs of the run", f"{flops * tokens * train.steps:.3g}", "FLOPs a token x tokens"),
     ]
     return table(("run", "", ""), rows)
-
-
-def _mesh(config: RunConfig, world_size: int) -> Table:
-    parallel = config.parallel
-    degrees = {
-        "pp": (parallel.pp, "pipeline stages"),
-        "dp_replicate": (parallel.dp_replicate, "copies of the sharded state"),
-        "dp_shard": (parallel.shard_degree(world_size), _sharded(parallel.zero)),
-        "cp": (parallel.cp, "parts of a sequence"),
-        "tp": (parallel.tp, "parts of a matrix"),
-    }
-    rows = [(axis, str(degrees[axis][0]), degrees[axis][1]) for axis in parallel.order]
-    title = f"Mesh: {world_size} rank{'s' if world_size > 1 else ''}, neighbours differ in the last axis"
-    return table(("axis", ">degree", "what lies along it"), rows, title=title)
-
-
-def _sharded(zero: int) -> str:
-    what = (
-        "nothing is sharded",
-        "optimizer state",
-        "optimizer state, gradients",
-        "optimizer state, gradients, weights",
-    )
-    return f"{what[zero]} (zero {zero})"
 
 
 def _memory(memory: MemoryEstimate) -> Table:

@@ -14,18 +14,20 @@ layers). How layouts change it:
 Whole on each rank of tp: what a sublayer gathers (input of attention, of a dense MLP, of shared experts, of the head),
 latents of latent attention, and key/value heads of which there are fewer than ranks, on each rank that has them.
 
-Sources: arXiv:2205.05198 (tensor and sequence parallel), arXiv:2104.04473 and arXiv:2401.10241 (pipeline).
+Sources: arXiv:2205.05198 (tensor and sequence parallel), `costs/pipeline.py` (schedules).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, ModelConfig, MoESpec
 from paceline.config.parallel import ParallelConfig
 from paceline.config.run import RunConfig
 from paceline.config.train import TrainConfig
-from paceline.costs.stages import cut_stages, num_stages, stages_of_rank
+from paceline.costs.pipeline import schedule
+from paceline.costs.stages import cut_stages, stages_of_rank
 
 
 def compute_bytes(train: TrainConfig) -> int:
@@ -34,45 +36,41 @@ def compute_bytes(train: TrainConfig) -> int:
 
 
 def activations_per_token(config: RunConfig, pipeline_rank: int = 0, micro_batches: int = 1) -> int:
-    """Bytes that a rank keeps for each token of its micro-batches (of its part of the sequence, with cp).
+    """Bytes that a rank keeps for each token of a micro-batch (of its part of the sequence, with cp) at the peak.
 
-    Over the layers of its stages and the micro-batches in flight; its largest layer counts once more, as it runs back.
+    Over the stages and micro-batches that its schedule has in flight; its largest layer counts once more, as it runs
+    back.
 
     Args:
         pipeline_rank: position in the pipeline.
         micro_batches: those of a step.
     """
     parallel, hidden, width = config.parallel, config.model.hidden_size, compute_bytes(config.train)
-    stages = cut_stages(config, num_stages(parallel))
+    stages = cut_stages(config, parallel.stages)
     kept, whole = _kept_by_block(config)
-    total, largest = 0, 0
-    in_flight = micro_batches_in_flight(parallel, pipeline_rank, micro_batches)
-    for stage, count in zip(stages_of_rank(parallel, pipeline_rank), in_flight, strict=True):
+    by_stage, largest = {}, 0
+    for stage in stages_of_rank(parallel, pipeline_rank):
         first, last = stage == 0, stage == len(stages) - 1
         blocks = [*stages[stage], *(range(config.model.num_layers, len(kept)) if last else ())]
         # output of the embedding; input of the last norm, or what is sent on; the head's input
         edges = _ceil(width * hidden * (1 + first), parallel.tp) + width * hidden * last
-        total += count * (sum(kept[index] for index in blocks) + edges)
+        by_stage[stage] = sum(kept[index] for index in blocks) + edges
         largest = max([largest, *(whole[index] for index in blocks)])
-    return total + largest
+    return peak_held(parallel, pipeline_rank, micro_batches, by_stage) + largest
 
 
-def micro_batches_in_flight(parallel: ParallelConfig, pipeline_rank: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches whose activations are held at once at the peak, for each stage of a rank of the pipeline.
+def peak_held(parallel: ParallelConfig, pipeline_rank: int, micro_batches: int, by_stage: Mapping[int, int]) -> int:
+    """The most that a rank of the pipeline holds at a time, with so much for a micro-batch on each of its stages.
 
-    1F1B and zero-bubble H1: min(m, pp - rank). Interleaved: warm-up passes, dealt out to the rank's stages in turns of
-    pp. V (zbv): 2 pp halves on every rank, so as much as the first rank of 1F1B.
+    From a micro-batch's forward to the end of its backward, or of the weights' part where the schedule splits it.
     """
-    pp, per_rank = parallel.pp, len(stages_of_rank(parallel, pipeline_rank))
-    if parallel.pipeline_schedule == "zbv":
-        return min(micro_batches, 2 * pp - 1 - pipeline_rank), min(micro_batches, pipeline_rank + 1)
-    if per_rank == 1:
-        return (min(micro_batches, pp - pipeline_rank),)
-    passes = min(micro_batches * per_rank, 2 * (pp - pipeline_rank - 1) + (per_rank - 1) * pp + 1)
-    counts = [0] * per_rank
-    for index in range(passes):
-        counts[index // pp % per_rank] += 1
-    return tuple(min(count, micro_batches) for count in counts)
+    if parallel.pp == 1:
+        return sum(by_stage.values())
+    name, held, peak = parallel.pipeline_schedule, 0, 0
+    for action in schedule(name, parallel.pp, parallel.stages_per_rank, micro_batches)[pipeline_rank]:
+        held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind] * by_stage[action.stage]
+        peak = max(peak, held)
+    return peak
 
 
 def _kept_by_block(config: RunConfig) -> tuple[list[int], list[int]]:

@@ -6,8 +6,8 @@ CUDA context and libraries (1-3 GB), communication buffers of NCCL, and fragment
 
 Stages of a pipeline are never averaged: an estimate is of one position in the pipeline, and of the most loaded one.
 
-States, bytes of a parameter on a rank. S shards: of dense parameters dp_shard x cp, of experts edp. g = 4 or 2 by `accumulate_dtype`, m = moments (AdamW 8, 8-bit AdamW about 2.06,
-muon's matrices 4):
+States, bytes of a parameter on a rank. S shards: of dense parameters dp_shard x cp, of experts edp. g = 4 or 2 by
+`accumulate_dtype`, m = moments (AdamW 8, 8-bit AdamW about 2.06, muon's matrices 4):
 
 | engine | weights | gradients | masters | moments |
 | --- | --- | --- | --- | --- |
@@ -31,7 +31,7 @@ from paceline.costs.activations import activations_per_token, compute_bytes, log
 from paceline.costs.grid import RankGrid
 from paceline.costs.parameters import Shape, rank_shapes
 from paceline.costs.placement import is_expert, local_box
-from paceline.costs.stages import num_stages, stages_of_rank
+from paceline.costs.stages import stages_of_rank
 
 _EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 """Two codes of a byte, and an fp32 scale for every 256 of each."""
@@ -94,7 +94,7 @@ def _estimate_rank(config: RunConfig, grid: RankGrid, pipeline_rank: int) -> Mem
     tokens = train.micro_batch_size * train.seq_len // parallel.cp
     micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * parallel.dp_degree(grid.world_size)))
     states = _flat_states(config, held) if parallel.engine == "flat" else _fsdp_states(config, held, micro_batches)
-    has_loss = num_stages(parallel) - 1 in stages_of_rank(parallel, pipeline_rank)
+    has_loss = parallel.stages - 1 in stages_of_rank(parallel, pipeline_rank)
     return MemoryEstimate(
         **states,
         activations=tokens * activations_per_token(config, pipeline_rank, micro_batches),

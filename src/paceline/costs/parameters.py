@@ -7,6 +7,7 @@ rank: thousands of ranks and experts cost nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, Mod
 from paceline.config.run import RunConfig
 from paceline.costs.grid import RankGrid
 from paceline.costs.placement import LocalBox, is_expert, local_box
-from paceline.costs.stages import cut_stages, num_stages, stages_of_rank
+from paceline.costs.stages import cut_stages, stages_of_rank
 
 Shape = tuple[int, ...]
 
@@ -128,12 +129,17 @@ def _mtp(model: ModelConfig, block: BlockSpec) -> dict[str, Shape]:
     return shapes | {f"block.{name}": shape for name, shape in block_shapes(model, block).items()}
 
 
+def shapes_numel(shapes: Mapping[str, Shape]) -> int:
+    """Elements."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
 # ---- what a rank holds
 
 
 def rank_shapes(config: RunConfig, pipeline_rank: int) -> dict[str, Shape]:
     """Whole shapes of the parameters whose stages lie on a rank of the pipeline."""
-    total = num_stages(config.parallel)
+    total = config.parallel.stages
     stages = cut_stages(config, total)
     shapes: dict[str, Shape] = {}
     for stage in stages_of_rank(config.parallel, pipeline_rank):

@@ -15,33 +15,19 @@ from paceline.config.model import BlockSpec, ModelConfig, MoESpec
 from paceline.config.parallel import ParallelConfig
 from paceline.config.run import RunConfig
 from paceline.costs.layers import attention_weights, expert_flops, feed_forward_weights, score_flops
+from paceline.costs.pipeline import stages_of
 from paceline.errors import ConfigError
 
 
-def num_stages(parallel: ParallelConfig) -> int:
-    """Stages of the whole pipeline."""
-    return parallel.pp * stages_per_rank(parallel)
-
-
-def stages_per_rank(parallel: ParallelConfig) -> int:
-    """`stages_per_rank`, or the 2 that a V schedule has."""
-    return 2 if parallel.pipeline_schedule == "zbv" else parallel.stages_per_rank
-
-
 def stages_of_rank(parallel: ParallelConfig, rank: int) -> tuple[int, ...]:
-    """The stages that lie on rank ``rank`` of the pipeline, in the order of the model.
-
-    loop: s on rank s % pp. V (zbv): the first half on ranks 0 ... pp - 1, the second half back again.
-    """
-    if parallel.pipeline_schedule == "zbv":
-        return rank, 2 * parallel.pp - 1 - rank
-    return tuple(range(rank, num_stages(parallel), parallel.pp))
+    """The stages that lie on rank ``rank`` of the pipeline, in the order of the model."""
+    if parallel.pp == 1:
+        return tuple(range(parallel.stages))
+    return stages_of(parallel.pipeline_schedule, parallel.pp, parallel.stages_per_rank, rank)
 
 
 def cut_stages(config: RunConfig, num_stages: int) -> tuple[range, ...]:
-    """The blocks of each of ``num_stages`` stages: contiguous, in order, every stage with at least one.
-
-    `parallel.pipeline_layout` may leave the first or the last stage without blocks.
+    """The blocks of each of ``num_stages`` stages (`parallel.stages`): contiguous, in order, at least one a stage.
 
     Raises:
         ConfigError: more stages than layers, or a layout that does not fit stages or layers.
@@ -184,9 +170,8 @@ def _check_layout(parallel: ParallelConfig, layout: Sequence[int], layers: int, 
             f"{shown} places {sum(layout)} layers, the model has {layers}",
             next_step="Make the numbers add up to model.num_layers, or leave parallel.pipeline_layout out.",
         )
-    if min(layout) < 0 or 0 in layout[1:-1]:
+    if min(layout) < 1:
         raise ConfigError(
             f"{shown} has a stage without layers",
-            evidence="Only the first stage, which embeds, and the last, which has the head, can be without.",
-            next_step="Give every stage between them a layer, or leave parallel.pipeline_layout out.",
+            next_step="Give every stage a layer, or leave parallel.pipeline_layout out.",
         )
