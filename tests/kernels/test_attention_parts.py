@@ -188,6 +188,22 @@ def test_dropout() -> None:
     assert error(mean, whole(inputs, grad, mask, Scores(scale=0.3))[0]) < 0.1
 
 
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+def test_operators_take_what_we_give_them(name: str, kind: str) -> None:
+    """On the meta device, which checks signatures and shapes without a GPU."""
+    if kind == "masked" and name != "efficient":
+        return
+    q, k, v = (torch.empty(2, 40, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    places = torch.arange(40, device="meta")
+    mask = PartMask(kind=kind, q_positions=places, k_positions=places)  # type: ignore[arg-type]
+    kernel = FusedPart(name)  # type: ignore[arg-type]
+    o, lse = kernel.forward(q, k, v, mask, Scores(scale=0.1))
+    assert o.shape == q.shape and lse.shape == (2, 4, 40) and lse.dtype == torch.float32
+    grads = kernel.backward(torch.empty_like(o), q, k, v, o, lse, mask, Scores(scale=0.1))
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "chosen"])

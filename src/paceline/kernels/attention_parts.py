@@ -123,6 +123,8 @@ def part_kernel(
         return ReferencePart()
     if not q_BTHD.is_cuda:
         return FusedPart("cpu")
+    if q_BTHD.shape[-1] % 8 or v_BSGE.shape[-1] % 8:  # 16 bytes in bf16, as the kernels load them
+        return ReferencePart()
     if mask.kind == "masked" or q_BTHD.dtype == torch.float32:
         return FusedPart("efficient")
     q, k, v = (x.detach().transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGE))

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 from paceline.config.parallel import RecomputeMode
 from paceline.errors import ConfigError
+from paceline.parallel.ring import RING_OPERATION
 
 _SAVED_NAMES = (
     "mm",
@@ -92,8 +93,8 @@ def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **k
 
 @functools.cache
 def _saved_operations() -> frozenset[Any]:
-    """Overloads of the operations above, as far as this torch has them, and torch's own higher-order ones."""
-    found = []
+    """Overloads of the operations above, as far as this torch has them, and our ring attention."""
+    found = [RING_OPERATION]
     for name in _SAVED_NAMES:
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:

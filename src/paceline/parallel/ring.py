@@ -211,6 +211,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(B, T, H, v.shape[-1]), q.new_empty(B, H, T, dtype=wide_dtype(q.dtype))
 
 
+RING_OPERATION: Any = torch.ops.paceline.ring_attention.default
+"""For selective recompute: its output is stored, so that nothing travels twice."""
+
+
 @torch.library.custom_op("paceline::ring_attention_backward", mutates_args=())
 def ring_attention_backward(
     grad: Tensor,

@@ -41,8 +41,9 @@ class SequenceLayout:
     def positions(self, index: int, length: int, device: torch.device | str | None = None) -> Tensor:
         """int64 [length]: where in its sequence each token of rank ``index`` stands; ``length`` tokens a rank."""
         chunk = self._chunk_length(length)
-        starts = torch.tensor(self.chunks(index), device=device)[:, None] * chunk
-        return (starts + torch.arange(chunk, device=device)).flatten()
+        # made where they are needed: copied there, they would make the host wait
+        pieces = [torch.arange(n * chunk, (n + 1) * chunk, device=device) for n in self.chunks(index)]
+        return torch.cat(pieces)
 
     def natural_order(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """int64 [size * length]: ``torch.cat(parts of all ranks)[natural_order]`` is the sequence."""
