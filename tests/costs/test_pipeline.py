@@ -52,7 +52,7 @@ def test_every_list_is_complete_and_in_place_and_never_stalls() -> None:
 
 def test_lists_that_wait_for_each_other_are_found() -> None:
     crossed = ((Action("F", 0, 0), Action("B", 0, 0)), (Action("B", 1, 0), Action("F", 1, 0)))
-    with pytest.raises(StalledError, match="rank 0 at B0.0; rank 1 at B1.0"):
+    with pytest.raises(StalledError, match=r"rank 0 at B0\.0; rank 1 at B1\.0"):
         simulate(crossed)
 
 

@@ -1,9 +1,9 @@
 """A pipeline schedule as lists of actions, one for each pipeline rank, and what follows from them: bubble and memory.
 
-| schedule | stages a rank | bubble beside the work (F = I = W) | activations held at most (stages x micro-batches) |
+| schedule | stages a rank | bubble beside the work (F = I = W) | activations held at most (stage x micro-batch) |
 | --- | --- | --- | --- |
 | `1f1b` | 1 | (p - 1)(F + I + W) | rank r: min(m, p - r) |
-| `interleaved_1f1b` | v | (p - 1)(F + I + W) of a stage v times smaller | rank r: min(mv, (v - 1)g + 2(p - 1 - r) + 1) |
+| `interleaved_1f1b` | v | (p - 1)(F + I + W) of a stage v times smaller | rank r: min(mv, (v - 1)g + 2(p - r) - 1) |
 | `zero_bubble` | v | (p - 1)(F + I - W) | min(mv, (v - 1)g + p), the same on all ranks |
 | `zbv` | 2 | (p - 1)F of a stage twice smaller | min(2m, 2p), the same on all ranks |
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -108,7 +109,7 @@ def _rounds(m: int, p: int) -> list[range]:
     count = max(1, m // p)
     size, longer = divmod(m, count)
     starts = [index * size + min(index, longer) for index in range(count + 1)]
-    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def _v_shaped(p: int, rank: int, m: int) -> Actions:
