@@ -133,12 +133,8 @@ def _refused(key: str, info: FieldInfo) -> str:
     section, field = key.split(".", 1)
     if "." in field or not section:
         return ""
-    if get_origin(info.annotation) is Literal:
-        refused = [value for value in get_args(info.annotation) if _is_not_yet(section, field, value)]
-        return ", ".join(f"`{value}`" for value in refused)
-    return (
-        "values above 1" if info.annotation is int and section == "parallel" and _is_not_yet(section, field, 2) else ""
-    )
+    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+    return ", ".join(f"`{value}`" for value in choices if _is_not_yet(section, field, value))
 
 
 def _is_not_yet(section: str, field: str, value: Any) -> bool:
