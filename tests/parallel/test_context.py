@@ -11,20 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import run
-from paceline.config.model import ModelConfig
+from paceline.config.model import ModelConfig, MoEConfig
 from paceline.config.parallel import ParallelConfig
 from paceline.data.batch import IGNORE_INDEX, Batch
 from paceline.kernels.attention import AttentionMask, attention_core, reference_attention
 from paceline.kernels.cross_entropy import PlainHeadLoss
 from paceline.models.transformer import Transformer
 from paceline.parallel import ring
-from paceline.parallel.collectives import Axis, Traffic
+from paceline.parallel.collectives import Axis, Traffic, all_reduce
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.context import context_part, shard_sequence
+from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.recompute import recompute
 from paceline.parallel.ring import RingAttention, ring_blocks
 from paceline.parallel.sequence import ContextMethod, SequenceLayout
+from paceline.parallel.shards import Shard
+from paceline.parallel.tensor import shard_tensors
 from paceline.parallel.ulysses import UlyssesAttention
 
 METHODS: tuple[ContextMethod, ...] = ("ring", "ulysses")
@@ -317,10 +320,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _model(kind: str, dtype: torch.dtype = torch.float64, kernel: Any = "reference") -> Transformer:
+def _model(more: dict[str, Any]) -> Transformer:
     shape: dict[str, Any] = {"vocab_size": 37, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_size": 24}
-    config = ModelConfig(**(shape | {"max_seq_len": 32, "init_std": 0.2} | MODELS[kind]))
-    model = Transformer(config, dtype=dtype, core=attention_core(kernel), head_loss=PlainHeadLoss())
+    config = ModelConfig(**(shape | {"max_seq_len": 32, "init_std": 0.2} | more))
+    model = Transformer(config, dtype=torch.float64, core=attention_core("reference"), head_loss=PlainHeadLoss())
     model.init_weights(3)
     return model
 
@@ -341,7 +344,7 @@ def _batch(*, documents: bool) -> Batch:
 def _step(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     out = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents)
     assert out.loss_sum is not None
-    out.loss_sum.backward()
+    (out.loss_sum if out.aux_loss is None else out.loss_sum + out.aux_loss).backward()
     return out.loss_sum.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -353,10 +356,10 @@ def _model_errors(
     for kind in kinds:
         for documents in (False, True):
             batch = _batch(documents=documents)
-            plain = _model(kind)
+            plain = _model(MODELS[kind])
             loss, grads = _step(plain, batch)
             for change in changes:
-                model = _model(kind)
+                model = _model(MODELS[kind])
                 shard_sequence(model, mesh, method)
                 _change(model, change)
                 found_loss, found = _step(model, context_part(batch, mesh["cp"], method))
@@ -392,12 +395,70 @@ def test_recomputed_and_compiled_models(method: ContextMethod) -> None:
         assert max(errors.values()) <= 1e-9, errors
 
 
+SPREAD: dict[str, dict[str, Any]] = {
+    "llama": {"num_kv_heads": 2},
+    "deepseek": {
+        "attention": "mla",
+        "kv_lora_rank": 6,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 4,
+    },
+    # a large coefficient, so that a router loss that depends on the layout is seen (case 70)
+    "experts": {
+        "num_experts": 4,
+        "top_k": 2,
+        "moe": MoEConfig(ffn_size=8, layer_period=2, layer_offset=1, aux_loss_coef=1.0),
+    },
+}
+
+
+def _spread_errors(rank: int, size: int, parallels: list[dict[str, Any]]) -> dict[str, float]:
+    """Models that are cut in other ways too: gradients summed as the engines do."""
+    errors = {}
+    for parallel in parallels:
+        config = ParallelConfig(**parallel)
+        mesh = ParallelMesh(config, world_size=size, rank=rank, device_type="cpu")
+        layout, cp = SequenceLayout(config.cp, config.cp_method), mesh["cp"]
+        batch = _batch(documents=True)
+        for kind, more in SPREAD.items():
+            plain, model = _model(more), _model(more)
+            loss, grads = _step(plain, batch)
+            shards = shard_tensors(model, mesh) | shard_experts(model, mesh, layout)
+            shard_sequence(model, mesh, config.cp_method)
+            recompute(list(model.blocks.values()), "selective")
+            found_loss, found = _step(model, context_part(batch, cp, config.cp_method))
+            dist.all_reduce(found_loss, group=cp.group)
+            error = float((found_loss - loss).abs() / loss.abs())
+            assert found.keys() == grads.keys()
+            for name, grad in found.items():
+                shard = shards.get(name) or Shard.of_whole(grad)
+                for axis in (mesh["edp"] if shard.expert else cp, *shard.replicas):
+                    all_reduce(grad, axis, "test")
+                box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, grad.shape, strict=True))
+                error = max(error, float((grad - grads[name][box]).norm() / grads[name].norm()))
+            errors[f"{kind} {parallel}"] = error
+    return errors
+
+
+def test_models_that_are_cut_in_other_ways_too() -> None:
+    parallels = [
+        {"cp": 2, "tp": 2},
+        {"cp": 2, "tp": 2, "cp_method": "ulysses"},
+        {"cp": 2, "tp": 2, "ep": 2},
+        {"cp": 4, "ep": 2},
+        {"cp": 4, "ep": 4, "cp_method": "ulysses"},
+    ]
+    for errors in run(_spread_errors, 4, parallels):
+        assert max(errors.values()) <= 1e-9, errors
+
+
 def _keys_sent(rank: int, size: int) -> dict[str, int]:
     """How often keys and values went to another rank in one step of a two-layer model."""
     mesh = ParallelMesh(ParallelConfig(cp=size), world_size=size, rank=rank, device_type="cpu")
     calls = {}
     for mode in ("none", "selective", "full"):
-        model = _model("llama")
+        model = _model(MODELS["llama"])
         shard_sequence(model, mesh, "ring")
         _change(model, mode)
         with mock.patch.object(ring, "_unpack", wraps=ring._unpack) as visits:
@@ -415,7 +476,7 @@ def test_selective_recompute_keeps_the_ring() -> None:
 
 def test_one_rank_is_the_plain_model() -> None:
     mesh = ParallelMesh(ParallelConfig(), world_size=1, rank=0, device_type="cpu")
-    model = _model("llama")
+    model = _model(MODELS["llama"])
     shard_sequence(model, mesh, "ring")
     assert model.blocks["0"].attention.core is reference_attention
     batch = _batch(documents=False)
