@@ -145,7 +145,7 @@ def test_dry_run_takes_the_world_size_of_the_launcher(command: Command, monkeypa
         (["model.num_heads=5"], 1, "model.num_heads = 5 does not divide model.hidden_size", "num_heads from"),
         (["train.global_batch_size=6"], 4, "train.global_batch_size = 6 is not a multiple", "4 and 8"),
         (["parallel.dp_shard=3"], 2, "does not make the 2 ranks", "dp_shard = 2 fits"),
-        (["parallel.tp=2"], 2, "parallel.tp = 2 is not available", "parallel.tp = 1"),
+        (["parallel.tp=8"], 8, "parallel.tp = 8 does not divide model.num_heads", "--set parallel.tp="),
         (["train.seq_len=64"], 1, "train.seq_len = 64 is longer than model.max_seq_len = 32", "= 32"),
     ],
 )

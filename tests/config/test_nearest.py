@@ -43,6 +43,7 @@ def test_an_explicit_shard_degree_is_mended_too(findings: Callable[..., list[Fin
 def test_nothing_is_proposed_where_nothing_works(findings: Callable[..., list[Finding]]) -> None:
     refused = findings(5, "parallel.tp=5", "train.seq_len=1023", "train.global_batch_size=3")
     assert all("Nearest" not in finding.next_step for finding in refused)
+    assert any("No layout near it works on 5 ranks" in finding.next_step for finding in refused)
 
 
 def test_thousands_of_ranks_are_answered_soon() -> None:

@@ -144,7 +144,7 @@ def sequence(asked: Asked) -> Iterator[Finding]:
     degrees = " and ".join(f"parallel.{name} = {value}" for name, value in (("cp", cp), ("tp", tp)) if value > 1)
     yield error(
         "config.sequence-parts",
-        f"train.seq_len = {seq_len} is not a multiple of {unit}, as {degrees} ask",
+        f"train.seq_len = {seq_len} is not a multiple of {unit} (for {degrees})",
         f"{because[0].upper()}{because[1:]}.",
         f"The nearest lengths are {' and '.join(map(str, nearest))}."
         if nearest

@@ -49,10 +49,10 @@ def nearest_layouts(asked: Asked) -> list[str]:
 
 
 def nearest_sentence(asked: Asked) -> str:
-    """For the end of a refusal: what works on the same ranks; empty where nothing close does."""
+    """For the end of a refusal: what works on the same ranks."""
     found = nearest_layouts(asked)
     if not found:
-        return ""
+        return f"No layout near it works on {asked.world_size} rank{'s' * (asked.world_size > 1)}."
     return f"Nearest layouts that work on {asked.world_size} ranks: {'; or '.join(found)}."
 
 
