@@ -56,3 +56,17 @@ def test_a_piece_outside_the_tensor_is_refused():
         ShardedValue(
             global_shape=torch.Size([4]), dtype=torch.float32, pieces=(Piece(offsets=(3,), tensor=torch.zeros(2)),)
         )
+
+
+def test_pieces_inside_a_larger_tensor_are_the_same_memory():
+    flat = torch.zeros(6)
+    value = ShardedValue.from_flat_range(flat, (4, 3), start=2).inside((9, 5), (5, 2), saved=False)
+    whole = torch.zeros(9, 5)
+    for piece in value.pieces:
+        piece.tensor.fill_(1)
+        whole[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.tensor.shape, strict=True))] = 1
+    assert value.global_shape == torch.Size((9, 5)) and not any(piece.saved for piece in value.pieces)
+    assert flat.tolist() == [1.0] * 6
+    # elements 2 to 7 of the 4 x 3 tensor whose corner is at (5, 2)
+    assert whole.nonzero().tolist() == [[5, 4], [6, 2], [6, 3], [6, 4], [7, 2], [7, 3]]
+    assert not any(piece.saved for piece in value.map(torch.clone).pieces)

@@ -299,3 +299,14 @@ def test_an_unwritable_folder_is_named(tmp_path):
         save_here(
             tmp_path / "checkpoints" / "step_00000001", {"model/a": ShardedValue.from_full(torch.ones(1))}, step=1
         )
+
+
+def test_pieces_that_others_save_are_loaded_only(tmp_path):
+    folder = tmp_path / "step_00000007"
+    own = ShardedValue.from_full(torch.arange(6.0))
+    copy = torch.full((4,), -1.0)
+    pieces = (*own.pieces, Piece(offsets=(1,), tensor=copy, saved=False))
+    value = ShardedValue(global_shape=torch.Size([6]), dtype=torch.float32, pieces=pieces)
+    save_here(folder, {"model/w": value})
+    load_into(open_checkpoint(folder), {"model/w": value})
+    assert copy.tolist() == [1.0, 2.0, 3.0, 4.0]

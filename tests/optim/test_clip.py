@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,3 +75,12 @@ def test_one_nan_on_one_rank_is_seen_by_all() -> None:
     results = run(_sharded, 3, "flat", True)
     assert [result[1:3] for result in results] == [(1.0, 1.0)] * 3
     assert [result[3] for result in results] == [[], [], ["head.weight"]]
+
+
+def test_what_another_rank_counts_is_left_out() -> None:
+    engine, gradients = ToyEngine(toy_values(0)), toy_values(1)
+    engine.set_gradients(gradients)
+    parameters = [replace(p, counted=p.name != "norm.weight") for p in engine.main_parameters()]
+    expected = _global_norm({name: value for name, value in gradients.items() if name != "norm.weight"})
+    found = gradient_norm(parameters, engine.as_engine(), 0.5, torch.device("cpu"))
+    assert float(found.norm) == pytest.approx(expected, rel=1e-6)
