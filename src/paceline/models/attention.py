@@ -49,10 +49,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config, dtype, device) if spec.qk_norm else None
 
     def forward(self, x_BTC: Tensor, cos_sin: CosSin | None, documents_BT: Tensor | None) -> Tensor:
-        B, T = x_BTC.shape[:2]
-        q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
-        k_BTGD = self.k_proj(x_BTC).view(B, T, -1, self.head_dim)
-        v_BTGD = self.v_proj(x_BTC).view(B, T, -1, self.head_dim)
+        q_BTHD, k_BTGD, v_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x_BTC))
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTGD = self.q_norm(q_BTHD), self.k_norm(k_BTGD)
         if cos_sin is not None:
@@ -66,7 +63,16 @@ class GroupedQueryAttention(nn.Module):
             softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(o_BTHD.reshape(B, T, -1))
+        return self.o_proj(o_BTHD.flatten(-2))
+
+    @property
+    def in_projs(self) -> tuple[nn.Linear, ...]:
+        """The matrices that the layer's input is multiplied by."""
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """The input times each of `in_projs`."""
+        return tuple(proj(x_BTC) for proj in self.in_projs)
 
 
 class LatentAttention(nn.Module):
@@ -109,12 +115,12 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BTC: Tensor, cos_sin: CosSin | None, documents_BT: Tensor | None) -> Tensor:
         assert cos_sin is not None, "latent attention needs rotary positions; the config refuses others"
-        B, T = x_BTC.shape[:2]
-        q_BTHD = self._queries(x_BTC).view(B, T, -1, self.nope_dim + self.rope_dim)
+        queries, latents = self.project(x_BTC)
+        q_BTHD = self._queries(queries).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_nope_BTHD, q_rope_BTHD = q_BTHD.split([self.nope_dim, self.rope_dim], dim=-1)
 
-        latent_BTL, k_rope_BTD = self.kv_down_proj(x_BTC).split([self.kv_norm.weight.shape[0], self.rope_dim], dim=-1)
-        kv_BTHD = self.kv_up_proj(self.kv_norm(latent_BTL)).view(B, T, -1, self.nope_dim + self.v_dim)
+        latent_BTL, k_rope_BTD = latents.split([self.kv_norm.weight.shape[0], self.rope_dim], dim=-1)
+        kv_BTHD = self.kv_up_proj(self.kv_norm(latent_BTL)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope_BTHD, v_BTHE = kv_BTHD.split([self.nope_dim, self.v_dim], dim=-1)
         k_rope_BTHD = apply_rope(k_rope_BTD[:, :, None], cos_sin).expand(-1, -1, k_nope_BTHD.shape[2], -1)
 
@@ -126,13 +132,24 @@ class LatentAttention(nn.Module):
             scale=self.scale,
             dropout=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(o_BTHE.reshape(B, T, -1))
+        return self.o_proj(o_BTHE.flatten(-2))
 
-    def _queries(self, x_BTC: Tensor) -> Tensor:
-        if self.q_proj is not None:
-            return self.q_proj(x_BTC)
-        assert self.q_down_proj is not None and self.q_norm is not None and self.q_up_proj is not None
-        return self.q_up_proj(self.q_norm(self.q_down_proj(x_BTC)))
+    @property
+    def in_projs(self) -> tuple[nn.Linear, ...]:
+        """The matrices that the layer's input is multiplied by: to queries or their latent, and to that of keys."""
+        first = self.q_proj if self.q_down_proj is None else self.q_down_proj
+        assert first is not None
+        return first, self.kv_down_proj
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """The input times each of `in_projs`."""
+        return tuple(proj(x_BTC) for proj in self.in_projs)
+
+    def _queries(self, projected: Tensor) -> Tensor:
+        if self.q_up_proj is None:
+            return projected
+        assert self.q_norm is not None
+        return self.q_up_proj(self.q_norm(projected))
 
 
 Attention = GroupedQueryAttention | LatentAttention

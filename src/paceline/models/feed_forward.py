@@ -47,6 +47,15 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(spec.ffn_size, spec.hidden_size, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate_proj is None:
-            return self.down_proj(self.activation(self.up_proj(x)))
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        first, *rest = self.project(x)
+        hidden = self.activation(first)
+        return self.down_proj(hidden * rest[0] if rest else hidden)
+
+    @property
+    def in_projs(self) -> tuple[nn.Linear, ...]:
+        """The matrices that the input is multiplied by; the gate first."""
+        return (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The input times each of `in_projs`."""
+        return tuple(proj(x) for proj in self.in_projs)

@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# the traceable collectives are documented only there (torch 2.11 - 2.13); a public path does not exist yet
-from torch.distributed import _functional_collectives as functional
+from paceline.parallel.collectives import Axis, Pending, all_gather, all_reduce, reduce_scatter
 
-from paceline.parallel.collectives import Axis, all_gather, all_reduce, reduce_scatter
-
-# torch 2.13 renamed them and warns at the old names; 2.11 has only those
-_traced_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_traced_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+# the collectives that a compiler can trace; there is no public form of these yet (torch 2.11 - 2.13)
+_traced_all_gather = torch.ops._c10d_functional.all_gather_into_tensor
+_traced_reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+_traced_all_reduce = torch.ops._c10d_functional.all_reduce
+_traced_wait = torch.ops._c10d_functional.wait_tensor
 
 
 def gather_sequence(x: Tensor, axis: Axis, name: str, *, dim: int) -> Tensor:
@@ -137,23 +136,31 @@ class _Share(torch.autograd.Function):
         return _sum(grad, ctx.axis, ctx.name), None, None
 
 
-def _gather(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
-    """[..., n, ...] -> [..., size * n, ...]. Along the first dim, or where those before it are 1, nothing is copied."""
+Started = tuple[Tensor, Pending | None]
+"""A collective under way, and where its result will be. Waiting for a traced one (None) is up to the compiler."""
+
+
+def start_gather(x: Tensor, axis: Axis, name: str, *, async_op: bool = True) -> Started:
+    """Begins to gather; what is queued between this and `finish_gather` runs beside it."""
     assert axis.group is not None
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        parts = functional.wait_tensor(_traced_all_gather(x, 0, axis.group))
-    else:
-        parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-        all_gather(parts, x, axis, f"{name}/all_gather")
-    dim %= x.dim()
+        return _traced_all_gather(x, axis.size, axis.group.group_name), None
+    parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    return parts, all_gather(parts, x, axis, f"{name}/all_gather", async_op=async_op)
+
+
+def finish_gather(started: Started, axis: Axis, dim: int) -> Tensor:
+    """[..., n, ...] -> [..., size * n, ...]. Along the first dim, or where those before it are 1, nothing is copied."""
+    parts = _wait(started)
+    dim %= parts.dim()
     if dim == 0:
         return parts
-    return parts.unflatten(0, (axis.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+    return parts.unflatten(0, (axis.size, parts.shape[0] // axis.size)).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _scatter(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
-    """[..., size * n, ...] -> [..., n, ...], summed over ranks."""
+def start_scatter(x: Tensor, axis: Axis, name: str, dim: int, *, async_op: bool = True) -> Started:
+    """Begins to sum [..., size * n, ...] into [..., n, ...]."""
     assert axis.group is not None
     dim %= x.dim()
     assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} over {axis.size} ranks"
@@ -161,16 +168,35 @@ def _scatter(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
         x = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).flatten(0, 1)
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(_traced_reduce_scatter(x, "sum", 0, axis.group))
+        return _traced_reduce_scatter(x, "sum", axis.size, axis.group.group_name), None
     part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    reduce_scatter(part, x, axis, f"{name}/reduce_scatter")
-    return part
+    return part, reduce_scatter(part, x, axis, f"{name}/reduce_scatter", async_op=async_op)
+
+
+def finish_scatter(started: Started) -> Tensor:
+    return _wait(started)
+
+
+def _wait(started: Started) -> Tensor:
+    tensor, pending = started
+    if pending is None:
+        return _traced_wait(tensor)
+    pending.wait()
+    return tensor
+
+
+def _gather(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
+    return finish_gather(start_gather(x, axis, name, async_op=False), axis, dim)
+
+
+def _scatter(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
+    return finish_scatter(start_scatter(x, axis, name, dim, async_op=False))
 
 
 def _sum(x: Tensor, axis: Axis, name: str) -> Tensor:
     assert axis.group is not None
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", axis.group))
+        return _traced_wait(_traced_all_reduce(x.contiguous(), "sum", axis.group.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
     all_reduce(total, axis, f"{name}/all_reduce")
     return total

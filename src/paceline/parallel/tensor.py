@@ -9,8 +9,8 @@
 Outside of sublayers a rank sees a part of the tokens, inside a part of the heads or columns: either way, the gradient
 of a parameter that is whole on all ranks is partial on each, and is to be summed over them (`Shard.replicas`).
 
-The model is changed from outside. Gather and products with column-cut matrices lie in `_gathered`, the product with
-the row-cut matrix and the scatter in `_row_parallel`: the two places where communication can overlap with products.
+The model is changed from outside: its first and last products of a sublayer become those of `linear.py`, where they
+overlap with their collectives.
 
 Source: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198.
 
@@ -19,11 +19,7 @@ Dims: B sequences, T tokens, C hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.model import ModelConfig
@@ -33,6 +29,7 @@ from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
 from paceline.models.transformer import Embedding, Head, Transformer
 from paceline.parallel.collectives import Axis
+from paceline.parallel.linear import column_products, row_product
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.regions import gather_sequence, own_part, scatter_sum
 from paceline.parallel.shards import Shard
@@ -61,11 +58,11 @@ def shard_tensors(stage: Transformer, mesh: ParallelMesh) -> dict[str, Shard]:
     shards = _cut_parameters(stage, axis, kv_run)
     for name, module in stage.named_modules():
         if isinstance(module, GroupedQueryAttention | LatentAttention):
-            _wrap(module, module.o_proj, axis, "tp/attention", dim=_SEQUENCE)
+            _cut_sublayer(module, module.o_proj, axis, "tp/attention", dim=_SEQUENCE)
         elif isinstance(module, FeedForward):
             is_shared = name.endswith(".shared")
             label = "tp/shared_experts" if is_shared else "tp/feed_forward"
-            _wrap(module, module.down_proj, axis, label, dim=_TOKENS)
+            _cut_sublayer(module, module.down_proj, axis, label, dim=_TOKENS)
     if stage.embed is not None and not cut_already:
         # an embedding that two stages of this rank share is changed once
         _cut_embedding(stage.embed, rows)
@@ -133,26 +130,26 @@ def _replicas(name: str, whole: torch.Size, config: ModelConfig, axis: Axis, kv_
 # ---- sublayers
 
 
-def _wrap(sublayer: nn.Module, out_proj: nn.Linear, axis: Axis, name: str, *, dim: int) -> None:
-    """Gathers the input of a sublayer along ``dim``, and scatters the output of its last matrix, summed."""
-    sublayer.forward = _gathered(sublayer.forward, axis, name, dim)
-    out_proj.forward = _row_parallel(out_proj, axis, name, dim)  # type: ignore[method-assign, assignment]
+def _cut_sublayer(
+    sublayer: GroupedQueryAttention | LatentAttention | FeedForward,
+    out_proj: nn.Linear,
+    axis: Axis,
+    name: str,
+    *,
+    dim: int,
+) -> None:
+    """Its first products gather the input along ``dim``; its last one scatters its output, summed."""
 
+    def project(x: Tensor) -> tuple[Tensor, ...]:
+        projs = sublayer.in_projs
+        weights, biases = tuple(proj.weight for proj in projs), tuple(proj.bias for proj in projs)
+        return column_products(x, weights, biases, axis, name, dim=dim)
 
-def _gathered(forward: Callable[..., Tensor], axis: Axis, name: str, dim: int) -> Callable[..., Tensor]:
-    def run(x: Tensor, *args: Any) -> Tensor:
-        return forward(gather_sequence(x, axis, name, dim=dim), *args)
+    def combine(x: Tensor) -> Tensor:
+        return row_product(x, out_proj.weight, out_proj.bias, axis, name, dim=dim)
 
-    return run
-
-
-def _row_parallel(linear: nn.Linear, axis: Axis, name: str, dim: int) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        out = scatter_sum(F.linear(x, linear.weight), axis, name, dim=dim)
-        # once for each token: after the sum, on this rank's tokens
-        return out if linear.bias is None else out + linear.bias
-
-    return run
+    sublayer.project = project  # type: ignore[method-assign]
+    out_proj.forward = combine  # type: ignore[method-assign, assignment]
 
 
 # ---- both ends
