@@ -395,6 +395,25 @@ def test_recomputed_and_compiled_models(method: ContextMethod) -> None:
         assert max(errors.values()) <= 1e-9, errors
 
 
+def _dropped_gradients(rank: int, size: int, method: ContextMethod) -> list[float]:
+    """How far gradients under dropout are from those without recompute, from the same seed."""
+    mesh = ParallelMesh(ParallelConfig(cp=size), world_size=size, rank=rank, device_type="cpu")
+    batch, found = context_part(_batch(documents=True), mesh["cp"], method), []
+    for change in ("plain", "selective", "full"):
+        model = _model(MODELS["llama"] | {"attention_dropout": 0.3, "dropout": 0.2})
+        shard_sequence(model, mesh, method)
+        _change(model, change)
+        torch.manual_seed(rank)
+        found.append(torch.cat([grad.flatten() for grad in _step(model, batch)[1].values()]))
+    return [float((grads - found[0]).norm() / found[0].norm()) for grads in found[1:]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recompute_draws_the_same_dropout(method: ContextMethod) -> None:
+    for errors in run(_dropped_gradients, 2, method):
+        assert max(errors) <= 1e-12, errors
+
+
 SPREAD: dict[str, dict[str, Any]] = {
     "llama": {"num_kv_heads": 2},
     "deepseek": {
