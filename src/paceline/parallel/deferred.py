@@ -1,9 +1,10 @@
 """Weight gradients later: a backward that computes gradients of activations only, and puts off those of matrices.
 
 What a zero-bubble schedule needs (arXiv:2401.10241, section 2): action I sends the gradient on to the stage before as
-soon as can be, action W then multiplies what is left. Inside `deferring`, `F.linear` and `F.grouped_mm` whose weight is
-a parameter, or a view of one, become functions whose backward puts the weight's product into a queue. `deliver`
-multiplies and hands each gradient to autograd, so that hooks on parameters (the flat engine's) see it as ever, once.
+soon as can be, action W then multiplies what is left. Inside `deferring`, the backward of `F.linear`, `F.grouped_mm` and
+tensor parallelism's `column_products` puts the product for a weight into a queue, if the weight is a parameter or a view
+of one. `deliver` multiplies and hands each gradient to autograd, so that hooks on parameters (the flat engine's) see it
+as ever, once.
 
 Gradients of other parameters (norms, biases, embeddings, and the chunked loss's head) are computed in I: they cost
 nothing, or come with the loss. The queue keeps a matrix's input and the gradient of its output, nothing else.
@@ -15,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.overrides import TorchFunctionMode
+
+from paceline.parallel.linear import column_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,10 @@ def deliver(products: list[Product]) -> None:
         torch.autograd.backward([member.weight for member in members], gradients)
 
 
+_GROUPED_MM = (F.grouped_mm, getattr(torch, "_grouped_mm", F.grouped_mm))
+"""The function of torch 2.11 - 2.13 that a mode sees is the one behind the public one."""
+
+
 class _Takeover(TorchFunctionMode):
     def __init__(self, deferred: DeferredWeights) -> None:
         super().__init__()
@@ -92,21 +99,30 @@ class _Takeover(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             return self._linear(*args, **kwargs)
-        if func is F.grouped_mm and set(kwargs) <= {"offs"} and len(args) == 2 and args[0].dim() == 2:
-            return self._grouped(*args, **kwargs)
+        if func in _GROUPED_MM:
+            return self._grouped(func, *args, **kwargs)
+        if func is column_products:
+            return self._columns(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _can_wait(input, weight):
             return F.linear(input, weight, bias)
-        out: Tensor = _Linear.apply(input, weight.detach(), bias, weight, self._deferred)
+        out: Tensor = _Linear.apply(input, weight.detach(), bias, _Later(weight, self._deferred))
         return out
 
-    def _grouped(self, rows: Tensor, matrices: Tensor, *, offs: Tensor | None = None) -> Tensor:
-        if offs is None or not _can_wait(rows, matrices):
-            return F.grouped_mm(rows, matrices, offs=offs)
-        out: Tensor = _Grouped.apply(rows, matrices.detach(), offs, matrices, self._deferred)
+    def _grouped(self, func: Any, rows: Tensor, matrices: Tensor, *, offs: Tensor | None = None, **more: Any) -> Tensor:
+        plain = all(value is None for value in more.values()) and rows.dim() == 2 and matrices.dim() == 3
+        if offs is None or not plain or not _can_wait(rows, matrices):
+            unchanged: Tensor = func(rows, matrices, offs=offs, **more)
+            return unchanged
+        out: Tensor = _Grouped.apply(rows, matrices.detach(), offs, _Later(matrices, self._deferred))
         return out
+
+    def _columns(self, x: Tensor, weights: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        if all(_can_wait(x, weight) for weight in weights):
+            kwargs["postpone"] = lambda weight, compute: self._deferred.put(Product(weight=weight, compute=compute))
+        return column_products(x, weights, *args, **kwargs)
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
@@ -123,47 +139,48 @@ def _leaf_of(weight: Tensor) -> Tensor:
     return weight if weight._base is None else weight._base
 
 
+class _Later(NamedTuple):
+    """The weight as autograd knows it. In a tuple, autograd does not see it: it is no input, and gets no gradient."""
+
+    weight: Tensor
+    deferred: DeferredWeights
+
+    def put(self, compute: Callable[[], Tensor]) -> None:
+        self.deferred.put(Product(weight=self.weight, compute=compute))
+
+
 class _Linear(torch.autograd.Function):
-    """x [..., C], weight [F, C]. ``target`` is the weight as autograd knows it; it is no input, so it gets nothing."""
+    """x [..., C], weight [F, C]. M: all dims but the last as one."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight_FC: Tensor, bias: Tensor | None, target: Tensor, deferred: DeferredWeights
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_FC: Tensor, bias: Tensor | None, later: _Later) -> Tensor:
         ctx.save_for_backward(x, weight_FC)
-        ctx.target, ctx.deferred = target, deferred
+        ctx.later = later
         return F.linear(x, weight_FC, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_FC = ctx.saved_tensors
-        ctx.deferred.put(Product(weight=ctx.target, compute=lambda: _rows(grad).T @ _rows(x)))
-        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        return grad @ weight_FC, None, grad_bias, None, None
+        # detached: the graph that made x goes now, not with the product
+        grad_MF, x_MC = grad.detach().flatten(0, -2), x.detach().flatten(0, -2)
+        ctx.later.put(lambda: grad_MF.T @ x_MC)
+        grad_bias = grad_MF.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight_FC, None, grad_bias, None
 
 
 class _Grouped(torch.autograd.Function):
     """rows [A, C], matrices [E, C, F] (the transposed view of [E, F, C]), offs [E]: where each group's rows end."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows_AC: Tensor, matrices_ECF: Tensor, offs_E: Tensor, target: Tensor, deferred: DeferredWeights
-    ) -> Tensor:
+    def forward(ctx: Any, rows_AC: Tensor, matrices_ECF: Tensor, offs_E: Tensor, later: _Later) -> Tensor:
         ctx.save_for_backward(rows_AC, matrices_ECF, offs_E)
-        ctx.target, ctx.deferred = target, deferred
+        ctx.later = later
         return F.grouped_mm(rows_AC, matrices_ECF, offs=offs_E)
 
     @staticmethod
     def backward(ctx: Any, grad_AF: Tensor) -> tuple[Tensor | None, ...]:
         rows_AC, matrices_ECF, offs_E = ctx.saved_tensors
-
-        def product() -> Tensor:
-            # laid out as the parameter, [E, F, C], and then seen as the transposed view that was multiplied
-            return F.grouped_mm(grad_AF.T, rows_AC, offs=offs_E).transpose(-2, -1)
-
-        ctx.deferred.put(Product(weight=ctx.target, compute=product))
-        return F.grouped_mm(grad_AF, matrices_ECF.transpose(-2, -1), offs=offs_E), None, None, None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.flatten(0, -2)
+        grad_FA, rows_AC = grad_AF.detach().T, rows_AC.detach()
+        # laid out as the parameter, [E, F, C], and then seen as the transposed view that was multiplied
+        ctx.later.put(lambda: F.grouped_mm(grad_FA, rows_AC, offs=offs_E).transpose(-2, -1))
+        return F.grouped_mm(grad_AF, matrices_ECF.transpose(-2, -1), offs=offs_E), None, None, None
