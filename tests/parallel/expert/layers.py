@@ -6,7 +6,7 @@ put together from their places, must be those of the plain layer on everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline.config.model import ModelConfig, MoEConfig
 from paceline.config.parallel import ParallelConfig
 from paceline.models.moe import BlockExtras, MoE
 from paceline.models.transformer import Transformer
+from paceline.parallel.compile import compile_blocks
 from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.sequence import SequenceLayout
@@ -41,6 +42,7 @@ class Case:
     change: str = ""
     """Name of a function in `CHANGES`, applied to the layer and its whole input."""
     main_loss: float = 1.0
+    compiled: bool = False
 
 
 def _skip_first_expert(layer: MoE, x_BTC: Tensor) -> None:
@@ -111,8 +113,20 @@ def own_part(whole_BT: Tensor, mesh: ParallelMesh, layout: SequenceLayout) -> Te
     return rows_BT[:, positions].contiguous()
 
 
-def compare(rank: int, world_size: int, case: Case) -> dict[str, float]:
-    """The largest relative error of each kind, and sizes that show that the case is not empty."""
+def compare_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[dict[str, float]]:
+    """`compare` for each case; those of one layout share a mesh, since making one is slow."""
+    meshes: dict[str, ParallelMesh] = {}
+    results = []
+    for case in cases:
+        layout = str(case.parallel)
+        if layout not in meshes:
+            meshes[layout] = mesh_of(case, rank, world_size)
+        results.append(compare(case, meshes[layout]))
+    return results
+
+
+def compare(case: Case, mesh: ParallelMesh) -> dict[str, float]:
+    """The largest relative error of each kind, and sizes that show that the case is not empty. Collective."""
     config, model = model_of(case)
     C = config.hidden_size
     generator = torch.Generator().manual_seed(5)
@@ -122,9 +136,15 @@ def compare(rank: int, world_size: int, case: Case) -> dict[str, float]:
         CHANGES[case.change](layer, x_BTC)
     plain = _run(layer, x_BTC, g_BTC, case)
 
-    mesh, layout = mesh_of(case, rank, world_size), layout_of(case)
+    layout = layout_of(case)
     shards = shard_experts(model, mesh, layout)
+    if case.compiled:
+        compile_blocks([layer], backend="aot_eager")
+    mesh.traffic.take()
     ours = _run(layer, own_part(x_BTC, mesh, layout), own_part(g_BTC, mesh, layout), case)
+
+    if case.compiled:
+        torch._dynamo.reset()
 
     aux, load, dropped = ours.extras.aux_loss.clone(), ours.extras.load.clone(), ours.extras.dropped.clone()
     for value in (aux, load, dropped):

@@ -1,4 +1,4 @@
-"""The all-to-all dispatcher inside a whole model: recomputed, compiled, with what it says on the wire."""
+"""The all-to-all dispatcher inside a whole model: recomputed, and what it says on the wire."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run
+from paceline.config.parallel import RecomputeMode
 from paceline.models.transformer import Transformer
-from paceline.parallel.compile import compile_blocks
 from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.recompute import recompute
 from tests.parallel.expert.layers import TOLERANCE, Case, error, layout_of, mesh_of, model_of, put_together
@@ -19,33 +19,28 @@ CASE: dict[str, Any] = {
     "routing": {"layer_period": 1, "layer_offset": 0, "aux_loss_coef": 0.1, "capacity_factor": 1.0},
     "model": {"num_layers": 2, "hidden_size": 8},
 }
-WRAPS = ("plain", "full", "selective", "selective, compile")
+MODES: tuple[RecomputeMode, ...] = ("none", "full", "selective")
 
 
-def test_a_whole_model_recomputed_and_compiled() -> None:
-    """Loss and every gradient are those of one process, whatever is wrapped around the blocks."""
-    for parallel, world_size, wraps in (
-        ({"ep": 2}, 2, WRAPS),
-        ({"ep": 2, "etp": 2}, 4, ("plain", "selective")),
+def test_a_whole_model_with_and_without_recompute() -> None:
+    """Loss and every gradient are those of one process, whatever is computed again."""
+    for parallel, world_size, modes in (
+        ({"ep": 2}, 2, MODES),
+        ({"ep": 2, "etp": 2}, 4, ("none", "selective")),
     ):
-        for errors in run(_train_whole_model, world_size, Case(parallel=parallel, **CASE), wraps):
-            for wrap, largest in zip(wraps, errors, strict=True):
-                assert largest <= TOLERANCE, (parallel, wrap)
+        for errors in run(_train_whole_model, world_size, Case(parallel=parallel, **CASE), modes):
+            for mode, largest in zip(modes, errors, strict=True):
+                assert largest <= TOLERANCE, (parallel, mode)
 
 
-def _train_whole_model(rank: int, world_size: int, case: Case, wraps: tuple[str, ...]) -> list[float]:
+def _train_whole_model(rank: int, world_size: int, case: Case, modes: tuple[RecomputeMode, ...]) -> list[float]:
     _, plain = model_of(case)
     expected = _backward(plain, 0, 1)
     mesh, errors = mesh_of(case, rank, world_size), []
-    for wrap in wraps:
+    for mode in modes:
         _, model = model_of(case)
         shards = shard_experts(model, mesh, layout_of(case))
-        blocks = list(model.blocks.values())
-        for part in wrap.split(", "):
-            if part in ("full", "selective"):
-                recompute(blocks, part)  # type: ignore[arg-type]
-            elif part == "compile":
-                compile_blocks(blocks, backend="aot_eager")
+        recompute(list(model.blocks.values()), mode)
         loss = _backward(model, mesh.dp_rank, mesh.dp_size)
         dist.all_reduce(loss)
         gradients, reference = (
@@ -55,7 +50,6 @@ def _train_whole_model(rank: int, world_size: int, case: Case, wraps: tuple[str,
         whole = put_together(gradients, reference, shards, mesh)
         errors.append(max(error(loss, expected), *(error(whole[name], reference[name]) for name in reference)))
         assert gradients.keys() == reference.keys() == dict(plain.named_parameters()).keys()
-    torch._dynamo.reset()
     return errors
 
 
