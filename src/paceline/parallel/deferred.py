@@ -1,10 +1,10 @@
 """Weight gradients later: a backward that computes gradients of activations only, and puts off those of matrices.
 
 What a zero-bubble schedule needs (arXiv:2401.10241, section 2): action I sends the gradient on to the stage before as
-soon as can be, action W then multiplies what is left. Inside `deferring`, the backward of `F.linear`, `F.grouped_mm` and
-tensor parallelism's `column_products` puts the product for a weight into a queue, if the weight is a parameter or a view
-of one. `deliver` multiplies and hands each gradient to autograd, so that hooks on parameters (the flat engine's) see it
-as ever, once.
+soon as can be, action W then multiplies what is left. Inside `deferring`, the backward of `F.linear`, of `F.grouped_mm`
+and of tensor parallelism's `column_products` puts the product for a weight into a queue, if the weight is a parameter
+or a view of one. `deliver` multiplies and hands each gradient to autograd, so that hooks on parameters (the flat
+engine's) see it as ever, once.
 
 Gradients of other parameters (norms, biases, embeddings, and the chunked loss's head) are computed in I: they cost
 nothing, or come with the loss. The queue keeps a matrix's input and the gradient of its output, nothing else.
