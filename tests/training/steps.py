@@ -21,7 +21,7 @@ from paceline.tasks.task import Forward, LossTerms
 from paceline.training.setup import Parts, build_parts
 from tests.training import runs
 
-SEQUENCES, LENGTH = 8, 12
+SEQUENCES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class Job:
     masks: str = "uneven"
     steps: int = 2
     task: str = ""
+    length: int = 12
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(kw_only=True)
@@ -56,10 +58,10 @@ class OnlyRouterLosses(Pretrain):
         return super().loss(model, batch)._replace(loss_sum=torch.zeros(()))
 
 
-def global_batch(step: int, masks: str) -> Batch:
+def global_batch(step: int, masks: str, length: int = 12, vocab: int = runs.VOCAB) -> Batch:
     """The same on every rank."""
     generator = torch.Generator().manual_seed(100 + step)
-    tokens, labels = (torch.randint(runs.VOCAB, (SEQUENCES, LENGTH), generator=generator) for _ in "ab")
+    tokens, labels = (torch.randint(vocab, (SEQUENCES, length), generator=generator) for _ in "ab")
     return Batch(tokens=tokens, labels=masked(labels, masks, generator))
 
 
@@ -68,10 +70,10 @@ def masked(labels: Tensor, masks: str, generator: torch.Generator) -> Tensor:
     a whole rank, count for nothing. all: none counts."""
     rows = torch.arange(SEQUENCES)[:, None]
     hidden = {
-        "none": torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool),
-        "uneven": torch.rand(SEQUENCES, LENGTH, generator=generator) * SEQUENCES < rows,
-        "half": (rows < SEQUENCES // 2).expand(SEQUENCES, LENGTH),
-        "all": torch.ones(SEQUENCES, LENGTH, dtype=torch.bool),
+        "none": torch.zeros_like(labels, dtype=torch.bool),
+        "uneven": torch.rand(labels.shape, generator=generator) * SEQUENCES < rows,
+        "half": (rows < SEQUENCES // 2).expand_as(labels),
+        "all": torch.ones_like(labels, dtype=torch.bool),
     }[masks]
     return labels.masked_fill(hidden, IGNORE_INDEX)
 
@@ -87,7 +89,7 @@ def config_of(job: Job) -> RunConfig:
         *runs.tiny(Path("unused"), "unused", "train.loss_chunk_tokens=8", "optim.warmup_steps=0"),
         f"train.global_batch_size={SEQUENCES}",
         f"train.micro_batch_size={job.micro}",
-        f"train.seq_len={LENGTH}",
+        f"train.seq_len={job.length}",
     ]
     return resolve({}, [*shape, *job.sets]).config
 
@@ -103,24 +105,25 @@ def _run(rank: int, world_size: int, job: Job) -> Log:
     registry.task("router", lambda config: OnlyRouterLosses())
     if job.task:
         config = config.model_copy(update={"task": config.task.model_copy(update={"kind": job.task})})
-    parts = build_parts(config, registry, info, torch.device("cpu"))
-    parts.model.train()
+    parts = build_parts(config, registry, info, torch.device("cpu"), dtype=job.dtype)
+    mesh = parts.mesh
+    parts.step.train()
     log = Log()
     parts.step.on_backward_end = lambda number: log.gradients.update({} if number > 1 else full_gradients(parts))
     for number in range(1, job.steps + 1):
-        parts.mesh.traffic.take()
-        outcome = parts.step.run(number, part(global_batch(number, job.masks), job.micro, rank, world_size))
+        mesh.traffic.take()
+        batch = global_batch(number, job.masks, job.length, config.model.vocab_size)
+        outcome = parts.step.run(number, part(batch, job.micro, mesh.dp_rank, mesh.dp_size))
         parts.engine.wait_for_weights()
-        log.traffic.append(parts.mesh.traffic.take())
-        sums = torch.stack((outcome.loss_sum.double(), outcome.local_count.double()))
-        all_reduce(sums, parts.mesh["dp"], "test")
+        log.traffic.append(mesh.traffic.take())
+        aux = torch.zeros(()) if outcome.aux_loss_sum is None else outcome.aux_loss_sum
+        numbers = (outcome.loss_sum, outcome.local_count, aux, torch.tensor(outcome.sequences))
+        sums = torch.stack([number.double() for number in numbers])
+        all_reduce(sums, mesh["world"], "test")
         log.losses.append(float(sums[0] / sums[1]) if sums[1] else None)
         log.norms.append(float(outcome.grad_norm))
         log.finite.append(bool(outcome.finite))
-        if outcome.aux_loss is not None:
-            aux = outcome.aux_loss.clone()
-            all_reduce(aux, parts.mesh["dp"], "test")
-            log.aux_losses.append(float(aux) / world_size)
+        log.aux_losses.append(float(sums[2] / sums[3]))
     weights = parts.engine.weights()
     log.weights = in_full(weights, {name: value.global_shape for name, value in weights.items()})
     return log
@@ -133,13 +136,16 @@ def full_gradients(parts: Parts) -> dict[str, Tensor]:
 
 
 def in_full(values: Mapping[str, ShardedValue], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Sharded values put together, in one collective; ranks that hold the same part agree on it."""
-    flat = torch.zeros(2, sum(shape.numel() for shape in shapes.values()))
+    """Sharded values put together; ranks that hold the same part agree on it. A rank may know some names only."""
+    known: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(known, dict(shapes))
+    shapes = {name: shape for names in known for name, shape in names.items()}
+    flat = torch.zeros(2, sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
     places = dict(zip(shapes, flat.split([shape.numel() for shape in shapes.values()], dim=1), strict=True))
     for name, value in values.items():
         total, count = (row.view(shapes[name]) for row in places[name])
         for piece in value.pieces:
             box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.tensor.shape, strict=True))
-            total[box], count[box] = piece.tensor.detach().float(), 1
+            total[box], count[box] = piece.tensor.detach().double(), 1
     dist.all_reduce(flat)
     return {name: (total / count.clamp(min=1)).view(shapes[name]) for name, (total, count) in places.items()}

@@ -26,7 +26,7 @@ from paceline.runtime.process import ProcessInfo, process_group
 from paceline.runtime.seed import set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.training.feed import Feed, open_datasets
-from paceline.training.setup import Parts, build_meter, build_parts, rates
+from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
 from paceline.training.trainer import Progress, Trainer
 
 
@@ -171,6 +171,7 @@ def _trainer(parts: Parts, recipe: Recipe, folder: Path, hooks: Hooks) -> Traine
         evaluator=None,
         progress=Progress(),
         device=parts.device,
+        experts=build_expert_meter(config, parts.device),
     )
 
 

@@ -22,7 +22,7 @@ class GradientNorm:
     """Scalars on the device. An optimizer divides gradients by `divisor`, and does nothing if `found_inf`."""
 
     norm: Tensor
-    """fp32: the 2-norm over all parameters of the model, before clipping; inf or nan if a gradient is."""
+    """fp64: the 2-norm over all parameters of the model, before clipping; inf or nan if a gradient is."""
     found_inf: Tensor
     """fp32: 1 if the norm is not finite, else 0. As fused AdamW wants it."""
     divisor: Tensor
@@ -40,7 +40,8 @@ def gradient_norm(
     """The global norm of the gradients that `engine.reduce_gradients()` has left in the main parameters.
 
     The gradients themselves are not touched: the update divides by `divisor` as it reads them, which saves a pass over
-    memory. A norm above about 1.8e19 overflows in fp32 and counts as not finite.
+    memory. Each rank's part is a norm in the gradients' precision; their squares are added in fp64, so that no number of
+    ranks rounds the sum, and the divisor of a run does not depend on its layout.
 
     Args:
         max_norm: largest norm that is let through; 0 = no clipping. The norm is measured either way.
@@ -52,16 +53,16 @@ def gradient_norm(
     if max_norm > 0:
         # where, not a product: nan * 0 is nan
         divisor = torch.where(finite, ((norm + _EPS) / max_norm).clamp(min=1.0), divisor)
-    return GradientNorm(norm=norm, found_inf=(~finite).float(), divisor=divisor)
+    return GradientNorm(norm=norm, found_inf=(~finite).float(), divisor=divisor.float())
 
 
 def local_square_sum(parameters: Sequence[MainParameter]) -> Tensor:
-    """fp32 scalar: sum of squares of the gradients that this rank counts. Those that are not there count as zero."""
+    """fp64 scalar: sum of squares of the gradients that this rank counts. Those that are not there count as zero."""
     gradients = [
         parameter.param.grad for parameter in parameters if parameter.counted and parameter.param.grad is not None
     ]
     total: Tensor = torch.nn.utils.get_total_norm(gradients)  # a CPU zero if there are none
-    return total.float().square()
+    return total.double().square()
 
 
 def non_finite_parameters(parameters: Sequence[MainParameter]) -> list[str]:

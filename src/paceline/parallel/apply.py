@@ -7,17 +7,22 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.config.parallel import ParallelConfig
+from paceline.config.parallel import ParallelConfig, RecomputeMode
 from paceline.errors import ConfigError
 from paceline.models.transformer import Transformer
 from paceline.parallel.compile import compile_blocks
+from paceline.parallel.context import shard_sequence
 from paceline.parallel.engine import Engine
+from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.flat import FlatEngine
 from paceline.parallel.fsdp import FsdpEngine
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.parameters import Precision
 from paceline.parallel.recompute import recompute
+from paceline.parallel.sequence import SequenceLayout
 from paceline.parallel.shards import Shard
+from paceline.parallel.stages import split_into_stages, tied_shards
+from paceline.parallel.tensor import shard_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,29 +35,48 @@ class Parallelized:
 
 
 def parallelize(
-    model: Transformer, config: ParallelConfig, mesh: ParallelMesh, precision: str, device: torch.device
+    model: Transformer,
+    config: ParallelConfig,
+    mesh: ParallelMesh,
+    precision: str,
+    device: torch.device,
+    *,
+    cut: Sequence[range] | None = None,
 ) -> Parallelized:
-    """Applies the `[parallel]` section to a plain model on the meta device. The order matters.
+    """Applies the `[parallel]` section to a plain model on the meta device. The order matters. Collective.
 
     Args:
         precision: `train.precision`.
         device: where this rank computes.
+        cut: the blocks of every pipeline stage; None = all of them in one.
 
     Raises:
         ConfigError: something asked for is not available.
     """
-    _refuse_missing(config, precision)
+    _refuse_missing(precision)
     assert all(parameter.is_meta for parameter in model.parameters()), "build the model on the meta device"
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    stages = (model,)
+    layout = SequenceLayout(size=mesh.size("cp"), method=config.cp_method)
+    # first: later steps need only look at what this rank owns
+    stages = split_into_stages(model, config, mesh, cut or (range(len(model.blocks)),))
     shards: dict[str, Shard] = {}
     for stage in stages:
-        recompute(list(stage.blocks.values()), config.recompute)  # wraps blocks, so before compile
+        shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
+        shards |= shard_experts(stage, mesh, layout)
+        shard_sequence(stage, mesh, config.cp_method)
+        recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
         if config.compile:
             compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer
+    shards |= tied_shards(stages, shards, mesh)
     # last: outermost hooks. At degree 1 too: it owns the precision policy
     engine = _data_parallel(stages, config, mesh, precision, device, shards, shapes)
     return Parallelized(stages=stages, engine=engine)
+
+
+def _recompute_modes(config: ParallelConfig, stage: Transformer) -> list[RecomputeMode]:
+    """One for each block of the stage; a list in the recipe names all layers of the model."""
+    modes = config.recompute
+    return [modes if isinstance(modes, str) else modes[int(index)] for index in stage.blocks]
 
 
 def _data_parallel(
@@ -69,14 +93,7 @@ def _data_parallel(
     return engine(stages, config, mesh, kind, device, shards, shapes)
 
 
-def _refuse_missing(config: ParallelConfig, precision: str) -> None:
-    for axis in ("tp", "pp", "cp", "ep", "etp"):
-        if getattr(config, axis) > 1:
-            raise ConfigError(
-                f"parallel.{axis} = {getattr(config, axis)} is not available in this version",
-                evidence="Data parallelism is: parallel.dp_replicate, parallel.dp_shard and parallel.zero.",
-                next_step=f"Set parallel.{axis} = 1; parallel.zero = 3 shards parameters where they do not fit.",
-            )
+def _refuse_missing(precision: str) -> None:
     if precision not in ("fp32", "bf16"):
         raise ConfigError(
             f"train.precision = {precision!r} is not available in this version",

@@ -56,7 +56,7 @@ def explain_nonfinite(
     The weights are those of the last good step, since skipped steps left them alone; so the same batches fail again,
     unless the fault lies outside the program. Collective.
     """
-    search = _Search(step.model)
+    search = _Search(step.stages)
     mine = search.run(number, batches, step)
     found = [text for text in _gather(f"{mesh.describe()}: {mine}" if mine else "") if text]
     summed = non_finite_parameters(step.engine.main_parameters())
@@ -80,8 +80,8 @@ def explain_nonfinite(
 class _Search:
     """Finds the first module whose output, or whose gradient, is not finite on this rank."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        self._stages = stages
         self._forward = ""
         self._backward = ""
         self._parameters: list[str] = []
@@ -107,12 +107,13 @@ class _Search:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         handles = []
-        for name, module in self._model.named_modules():
-            if name and not any(True for _ in module.children()):  # leaves: the first one is the culprit
-                handles.append(module.register_forward_hook(self._forward_hook(name)))
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_hook(self._gradient_hook(name)))
+        for stage in self._stages:
+            for name, module in stage.named_modules():
+                if name and not any(True for _ in module.children()):  # leaves: the first one is the culprit
+                    handles.append(module.register_forward_hook(self._forward_hook(name)))
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad:
+                    handles.append(parameter.register_hook(self._gradient_hook(name)))
         try:
             yield
         finally:

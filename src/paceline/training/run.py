@@ -37,7 +37,7 @@ from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.persist import RunSaver, restore
 from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
 from paceline.training.samples import draw_samples, keep_tokenizer
-from paceline.training.setup import Parts, build_meter, build_parts, rates
+from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
 from paceline.training.summary import Summary, summarize
 from paceline.training.trainer import Progress, Trainer
 from paceline.training.validate import Evaluation, Evaluator, with_prefix
@@ -217,14 +217,13 @@ class _Run:
             evaluator=self._evaluator(parts, datasets),
             progress=progress,
             device=self.device,
+            experts=build_expert_meter(self.config, self.device),
         )
 
     def _evaluator(self, parts: Parts, datasets: Datasets) -> Evaluator | None:
         if datasets.valid is None:
             return None
-        return Evaluator(
-            self.config, datasets.valid, task=parts.task, model=parts.model, mesh=parts.mesh, device=self.device
-        )
+        return Evaluator(self.config, datasets.valid, staged=parts.staged, device=self.device)
 
     def _finish(self, opened: _Opened, reason: str) -> None:
         evaluation: Evaluation | None = None
@@ -244,9 +243,7 @@ class _Run:
         test = opened.datasets.test
         if test is not None:
             parts = opened.parts
-            evaluator = Evaluator(
-                self.config, test, task=parts.task, model=parts.model, mesh=parts.mesh, device=self.device
-            )
+            evaluator = Evaluator(self.config, test, staged=parts.staged, device=self.device)
         if evaluator is None:
             return None
         evaluation = evaluator.run(None, should_stop=lambda: bool(self.stop))
@@ -289,7 +286,7 @@ class _Run:
             "model": f"{parameters} parameters" + (f" ({config.model.preset})" if config.model.preset else ""),
             "batch": f"{train.global_batch_size} sequences of {train.seq_len} tokens, "
             f"{micro} micro-batch{'es' * (micro > 1)} a rank",
-            "layout": f"{self.info.world_size} rank{'s' * (self.info.world_size > 1)}, "
+            "layout": f"{self.info.world_size} rank{'s' * (self.info.world_size > 1)}, {self._degrees(parts)}"
             f"zero {config.parallel.zero} ({config.parallel.engine} engine), "
             f"{train.precision}, gradients reduced in {config.parallel.reduce_dtype}",
             "device": device_name(self.device),
@@ -306,6 +303,13 @@ class _Run:
             recipe=config.model_dump(mode="json"),
             facts=facts,
         )
+
+    def _degrees(self, parts: Parts) -> str:
+        """The axes along which there is more than one rank, as "tp 2, pp 4, "; with the schedule of a pipeline."""
+        parallel = self.config.parallel
+        sizes = {axis: parts.mesh.size(axis) for axis in ("tp", "pp", "cp", "ep", "etp", "dp")}
+        more = {"pp": f" ({parallel.pipeline_schedule})", "cp": f" ({parallel.cp_method})"}
+        return "".join(f"{axis} {size}{more.get(axis, '')}, " for axis, size in sizes.items() if size > 1)
 
     def _phase(self, name: str) -> None:
         now = time.perf_counter()

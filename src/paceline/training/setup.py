@@ -6,23 +6,28 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.config.model import MoESpec
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import peak_tflops
 from paceline.costs.layers import training_flops_per_token
+from paceline.costs.stages import cut_stages
 from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import ChunkedHeadLoss, PlainHeadLoss
 from paceline.models.init import WeightInit
 from paceline.models.transformer import Transformer
+from paceline.observe.experts import ExpertMeter
 from paceline.observe.metrics import Meter, Rates
 from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
+from paceline.parallel.pipeline import Pipeline
 from paceline.runtime.device import device_name, memory_stats
 from paceline.runtime.process import ProcessInfo
 from paceline.tasks.pretrain import Pretrain
 from paceline.tasks.task import Task
+from paceline.training.staged import StagedTask
 from paceline.training.step import TrainStep
 
 
@@ -34,45 +39,62 @@ class Parts:
     info: ProcessInfo
     device: torch.device
     mesh: ParallelMesh
-    model: Transformer
+    stages: tuple[Transformer, ...]
+    """This rank's parts of the model"""
     engine: Engine
     optimizer: Optimizer
-    task: Task
+    staged: StagedTask
     step: TrainStep
 
 
-def build_parts(config: RunConfig, registry: Registry, info: ProcessInfo, device: torch.device) -> Parts:
+def build_parts(
+    config: RunConfig,
+    registry: Registry,
+    info: ProcessInfo,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Parts:
     """Builds the model on the meta device, spreads it, gives it memory and its initial weights. Collective.
+
+    Args:
+        dtype: of the main weights; float64 makes a reference that rounding does not blur.
 
     Raises:
         ConfigError: the recipe does not fit the number of ranks.
     """
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
-    plain = build_model(config)
-    engine = parallelize(plain, config.parallel, mesh, config.train.precision, device).engine
+    plain = build_model(config, dtype=dtype)
+    cut = cut_stages(config, config.parallel.stages)
+    spread = parallelize(plain, config.parallel, mesh, config.train.precision, device, cut=cut)
+    engine = spread.engine
     engine.materialize(WeightInit(config.model, config.run.seed))
     optimizer = build_optimizer(config.optim, engine, mesh)
     task = build_task(config, registry)
-    step = TrainStep(config, task=task, model=engine.stages[0], engine=engine, optimizer=optimizer, mesh=mesh)
+    pipeline = Pipeline(spread.stages, engine, mesh, config.parallel)
+    staged = StagedTask(config, task=task, stages=spread.stages, pipeline=pipeline, mesh=mesh, dtype=dtype)
     return Parts(
         config=config,
         info=info,
         device=device,
         mesh=mesh,
-        model=engine.stages[0],
+        stages=spread.stages,
         engine=engine,
         optimizer=optimizer,
-        task=task,
-        step=step,
+        staged=staged,
+        step=TrainStep(config, staged=staged, engine=engine, optimizer=optimizer, mesh=mesh),
     )
 
 
-def build_model(config: RunConfig, device: torch.device | str = "meta") -> Transformer:
+def build_model(
+    config: RunConfig, device: torch.device | str = "meta", *, dtype: torch.dtype = torch.float32
+) -> Transformer:
     """The plain model of the recipe, with the kernels that `[train]` names."""
     train = config.train
     chunked = ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens, compiled=config.parallel.compile)
     return Transformer(
         config.model,
+        dtype=dtype,
         device=device,
         core=attention_core(train.attention_kernel),
         head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else chunked,
@@ -112,3 +134,11 @@ def build_meter(parts: Parts, *, tokens_before: int = 0, skipped_before: int = 0
         skipped_before=skipped_before,
         mean_names=tuple(extra),
     )
+
+
+def build_expert_meter(config: RunConfig, device: torch.device) -> ExpertMeter | None:
+    """What counts the load of experts; None for a dense model."""
+    names = {f"blocks.{spec.index}": spec for spec in config.model.blocks()}
+    names |= {f"mtp.{depth}.block": spec for depth, spec in enumerate(config.model.mtp_blocks(), start=1)}
+    layers = [name for name, spec in names.items() if isinstance(spec.feed_forward, MoESpec)]
+    return ExpertMeter(device, layers, config.model.num_experts) if layers else None

@@ -2,12 +2,12 @@
 
 Every micro-batch adds ``loss_sum / count`` with the count of the whole global batch, over all ranks and micro-batches,
 known before the first backward. Gradients are then plain sums, and the result does not depend on how the global batch
-was cut: into micro-batches, over ranks, or by masks.
+was cut: into micro-batches, over ranks, along the sequence, or by masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,29 +22,39 @@ from paceline.parallel.collectives import all_reduce
 from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
 from paceline.runtime.seed import stream_seed
-from paceline.tasks.task import LossTerms, Task
+from paceline.training.staged import StagedTask, StageTerms
+from paceline.training.totals import Totals
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What a step leaves on the device; nothing here has been waited for."""
+    """What a step leaves on the device; nothing here has been waited for.
+
+    Sums are this rank's part: the metrics divide what all ranks have together. Where ranks hold the same loss (tensor
+    parallelism) each has it with its count, and a pipeline stage without the loss has 0 of both.
+    """
 
     loss_sum: Tensor
-    """fp32 scalar: this rank's part of the sum of losses; with multi-token prediction the next token's alone"""
+    """fp32 scalar: sum of losses; with multi-token prediction the next token's alone"""
     mtp_loss_sum: Tensor | None
-    """fp32 scalar: the same for multi-token prediction, its coefficient not included"""
+    """fp32 scalar: the same for multi-token prediction, its coefficient not included; None if there is none here"""
     count: Tensor
     """int64 scalar: units over all ranks and micro-batches"""
     local_count: Tensor
-    """int64 scalar: units on this rank"""
-    aux_loss: Tensor | None
-    """fp32 scalar: mean over this rank's sequences"""
+    """int64 scalar: units behind `loss_sum`"""
+    aux_loss_sum: Tensor | None
+    """fp32 scalar: router losses of this rank's layers and part of the sequences; None if there are none here"""
+    sequences: int
+    """sequences that this rank counts for the mean of `aux_loss_sum`: over all ranks, the global batch"""
     grad_norm: Tensor
     """fp32 scalar, before clipping"""
     finite: Tensor
     """bool scalar, the same on all ranks: False means that the update was skipped"""
     lr: float
-    stats: Mapping[str, Tensor]
+    expert_load: tuple[Tensor | None, ...]
+    """int64 [L, E] for each stage of this rank: tokens that chose each expert, over the ranks of the stage"""
+    experts_dropped: tuple[Tensor | None, ...]
+    """int64 [L] for each stage of this rank: dropped assignments, the same"""
 
 
 class TrainStep:
@@ -54,16 +64,14 @@ class TrainStep:
         self,
         config: RunConfig,
         *,
-        task: Task,
-        model: Transformer,
+        staged: StagedTask,
         engine: Engine,
         optimizer: Optimizer,
         mesh: ParallelMesh,
         on_backward_end: Callable[[int], None] | None = None,
     ) -> None:
         self.config = config
-        self.task = task
-        self.model = model
+        self.staged = staged
         self.engine = engine
         self.optimizer = optimizer
         self.mesh = mesh
@@ -78,8 +86,18 @@ class TrainStep:
             )
         )
 
+    @property
+    def stages(self) -> tuple[Transformer, ...]:
+        """This rank's parts of the model."""
+        return self.staged.stages
+
+    def train(self) -> None:
+        """Dropout and the like are on from here on."""
+        for stage in self.stages:
+            stage.train()
+
     def run(self, step: int, batches: Sequence[Batch]) -> StepOutcome:
-        """Runs step number ``step`` (from 1) on this rank's micro-batches."""
+        """Runs step number ``step`` (from 1) on this rank's micro-batches of whole sequences."""
         batches, local_count, count = self._prepare(batches)
         totals = self._forward_backward(step, batches, count)
         self.engine.reduce_gradients()
@@ -88,93 +106,94 @@ class TrainStep:
         gradients = self.optimizer.gradient_norm()
         factor = lr_factor(self.config.optim, step, self.config.train.steps)
         self.optimizer.step(factor, gradients)
-        self._balance_experts(totals.stats, gradients.finite)
+        load, dropped = self._balance_experts(totals, gradients.finite)
         self.engine.publish_weights()
         self.engine.zero_gradients()
-        mtp_loss_sum = totals.stats.get("loss_sum_mtp")
         return StepOutcome(
-            loss_sum=totals.loss_sum if mtp_loss_sum is None else totals.stats["loss_sum_main"],
-            mtp_loss_sum=mtp_loss_sum,
+            loss_sum=totals.main_loss_sum(local_count.device),
+            mtp_loss_sum=totals.stat("loss_sum_mtp"),
             count=count,
-            local_count=local_count,
-            aux_loss=None if totals.aux_loss is None else totals.aux_loss / self._local_sequences,
+            local_count=local_count if self.staged.has_loss else torch.zeros_like(local_count),
+            aux_loss_sum=totals.aux_loss,
+            sequences=self._counted_sequences,
             grad_norm=gradients.norm,
             finite=gradients.finite,
             lr=self.config.optim.lr * factor,
-            stats=totals.stats,
+            expert_load=load,
+            experts_dropped=dropped,
         )
 
     @property
-    def _local_sequences(self) -> int:
-        return self.config.train.global_batch_size // self.mesh.dp_size
+    def _counted_sequences(self) -> int:
+        """The sequences of a data-parallel rank, counted once among the ranks that share their layers and tokens."""
+        first = all(self.mesh[axis].index == 0 for axis in ("pp", "cp", "tp"))
+        return self.config.train.global_batch_size // self.mesh.dp_size if first else 0
 
     def rerun(self, step: int, batches: Sequence[Batch]) -> list[Tensor]:
         """Forward, backward and reduction once more, without an update, for a diagnosis: the loss of each micro-batch.
 
-        Gradients are left in the main parameters; `engine.zero_gradients` clears them. Collective.
+        On a stage without the loss there are none. Gradients are left in the main parameters; `engine.zero_gradients`
+        clears them. Collective.
         """
         prepared, _, count = self._prepare(batches)
-        losses = [terms.loss_sum.detach() for terms in self._each_micro_batch(step, prepared, count)]
+        losses = self._forward_backward(step, prepared, count).losses
         self.engine.reduce_gradients()
         return losses
 
     def _prepare(self, batches: Sequence[Batch]) -> tuple[list[Batch], Tensor, Tensor]:
-        prepared = [self.task.prepare(batch) for batch in batches]
-        local_count = torch.stack([self.task.count(batch) for batch in prepared]).sum()
+        """This rank's part of each sequence; units on this rank, and over all ranks."""
+        prepared = [self.staged.prepare(batch) for batch in batches]
+        local_count = torch.stack([self.staged.task.count(batch) for batch in prepared]).sum()
         count = local_count.clone()
-        all_reduce(count, self.mesh["dp"], "dp/step/count")
+        all_reduce(count, self.mesh["dp_cp"], "dp/step/count")
         return prepared, local_count, count
 
-    def _forward_backward(self, step: int, batches: Sequence[Batch], count: Tensor) -> _Totals:
-        totals = _Totals()
-        for terms in self._each_micro_batch(step, batches, count):
-            totals.add(terms.loss_sum.detach(), terms.aux_loss, terms.stats)
+    def _forward_backward(self, step: int, batches: Sequence[Batch], count: Tensor) -> Totals:
+        totals = Totals(len(self.stages))
+        divisor = count.clamp(min=1)  # a step whose every label is masked has loss 0, not nan
+
+        def loss(found: StageTerms) -> Tensor | None:
+            totals.add(found)
+            terms = found.terms
+            whole = terms.loss_sum / divisor if found.is_last else None
+            if terms.aux_loss is None:
+                return whole
+            aux_loss = terms.aux_loss / self.config.train.global_batch_size
+            return aux_loss if whole is None else whole + aux_loss
+
+        self.staged.train(batches, before=lambda stage, micro_batch: self._seed(step, micro_batch, stage), loss=loss)
         return totals
 
-    def _each_micro_batch(self, step: int, batches: Sequence[Batch], count: Tensor) -> Iterator[LossTerms]:
-        """Forward and backward of one micro-batch after the other."""
-        divisor = count.clamp(min=1)  # a step whose every label is masked has loss 0, not nan
-        for index, batch in enumerate(batches):
-            self._seed(step, index)
-            with self.engine.accumulate(last=index == len(batches) - 1):
-                terms = self.task.loss(self.model, batch)
-                loss = terms.loss_sum / divisor
-                if terms.aux_loss is not None:
-                    loss = loss + terms.aux_loss / self.config.train.global_batch_size
-                # 1, or nan where the loss is not finite: then every gradient is, and with them the one norm that all
-                # ranks share; else a nan that no gradient passes would go unnoticed
-                loss.backward(loss.detach() * 0 + 1)
-            yield terms
-
-    def _seed(self, step: int, micro_batch: int) -> None:
-        # by position, not by history: a resumed run draws the same masks without storing any generator's state
+    def _seed(self, step: int, micro_batch: int, stage: int) -> None:
+        # By position, not by history: a resumed run draws the same masks without storing any generator's state. Every
+        # activation that dropout sees is cut along the sequence or over heads, so no two ranks may draw alike.
         if self._draws_random:
-            seed = stream_seed(self.config.run.seed, "dropout", step=step, micro=micro_batch, dp=self.mesh.dp_rank)
+            place = {axis: self.mesh[axis].index for axis in ("pp", "cp", "tp")}
+            seed = stream_seed(
+                self.config.run.seed,
+                "dropout",
+                step=step,
+                micro=micro_batch,
+                dp=self.mesh.dp_rank,
+                stage=stage,
+                **{axis: index for axis, index in place.items() if self.mesh.size(axis) > 1},
+            )
             torch.manual_seed(seed)
 
-    def _balance_experts(self, stats: Mapping[str, Tensor], finite: Tensor) -> None:
-        if not (self.config.model.is_moe and self.config.model.moe.bias_balance) or "moe/load" not in stats:
-            return
-        load = stats["moe/load"].float()
-        all_reduce(load, self.mesh["dp"], "dp/moe/load")
-        # equal loads move no bias: a skipped step leaves them as they are
-        self.model.update_expert_bias(torch.where(finite, load, torch.zeros_like(load)))
-
-
-class _Totals:
-    """Sums over the micro-batches of a step, kept on the device."""
-
-    def __init__(self) -> None:
-        self.loss_sum = torch.zeros(())
-        self.aux_loss: Tensor | None = None
-        self.stats: dict[str, Tensor] = {}
-        self._empty = True
-
-    def add(self, loss_sum: Tensor, aux_loss: Tensor | None, stats: Mapping[str, Tensor]) -> None:
-        self.loss_sum = loss_sum.float() if self._empty else self.loss_sum + loss_sum
-        if aux_loss is not None:
-            aux_loss = aux_loss.detach()
-            self.aux_loss = aux_loss if self.aux_loss is None else self.aux_loss + aux_loss
-        for name, value in stats.items():
-            self.stats[name] = value if name not in self.stats else self.stats[name] + value
-        self._empty = False
+    def _balance_experts(
+        self, totals: Totals, finite: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """Sums what the routers counted over the ranks of each stage, and moves their biases."""
+        loads: list[Tensor | None] = []
+        drops: list[Tensor | None] = []
+        for index, stage in enumerate(self.stages):
+            load, dropped = totals.stat("moe/load", index), totals.stat("moe/dropped", index)
+            if load is not None and dropped is not None:
+                counts = torch.cat((load, dropped[:, None]), dim=1)
+                all_reduce(counts, self.mesh["stage"], "stage/moe/load")
+                load, dropped = counts[:, :-1], counts[:, -1]
+                # equal loads move no bias: a skipped step leaves them as they are
+                stage.update_expert_bias(torch.where(finite, load, torch.zeros_like(load)).float())
+            loads.append(load)
+            drops.append(dropped)
+        return tuple(loads), tuple(drops)

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
+from paceline.observe.experts import ExpertMeter
 from paceline.observe.hooks import BackwardEnd, CheckpointSaved, Hooks, StepEnd, StepStart
 from paceline.observe.metrics import Meter, Reading
 from paceline.runtime.collection import GarbageCollection
@@ -66,8 +67,10 @@ class Trainer:
         evaluator: Evaluator | None,
         progress: Progress,
         device: torch.device,
+        experts: ExpertMeter | None = None,
     ) -> None:
         self.config = config
+        self.experts = experts
         self.step = step
         self.feed = feed
         self.meter = meter
@@ -92,7 +95,7 @@ class Trainer:
             TrainingError: too many steps in a row were not finite.
         """
         self.step.on_backward_end = lambda number: self.hooks.on_backward_end(BackwardEnd(step=number))
-        self.step.model.train()
+        self.step.train()
         self._stop = stop
         self.meter.start()
         with self.collection:
@@ -143,19 +146,25 @@ class Trainer:
         self.progress.consumed_samples += train.global_batch_size
         self.progress.tokens += train.global_batch_size * train.seq_len
         means: dict[str, tuple[Tensor, Tensor | int]] = {}
-        if outcome.aux_loss is not None:
-            means["aux_loss"] = (outcome.aux_loss, 1)
+        if outcome.aux_loss_sum is not None:
+            means["aux_loss"] = (outcome.aux_loss_sum, outcome.sequences)
         if outcome.mtp_loss_sum is not None:
             means["mtp_loss"] = (outcome.mtp_loss_sum, outcome.local_count)
         self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
         self.meter.end_step(outcome.grad_norm, ~outcome.finite)
+        if self.experts is not None:
+            for stage, load, dropped in zip(
+                self.step.stages, outcome.expert_load, outcome.experts_dropped, strict=True
+            ):
+                if load is not None and dropped is not None:
+                    self.experts.add(stage.moe_layer_names(), load, dropped)
         self.watch.add(self.progress.step, outcome.finite)
 
     def _read(self, number: int, outcome: StepOutcome) -> Reading | None:
         last = number == self.config.train.steps
         if number % self.config.observe.log_interval and not last and self.first_loss is not None:
             return None
-        reading = self.meter.read(number, outcome.lr)
+        reading = self.meter.read(number, outcome.lr, None if self.experts is None else self.experts.read())
         self.progress.skipped_steps = reading.record.skipped_steps
         for finding in reading.findings:
             log.warning("%s %s %s", finding.subject, finding.evidence, finding.next_step)

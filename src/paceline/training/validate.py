@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import torch
 from torch import Tensor
@@ -14,11 +14,10 @@ from paceline.config.run import RunConfig
 from paceline.data.batch import IGNORE_INDEX, Batch
 from paceline.data.build import Split
 from paceline.data.loader import Loader
-from paceline.models.transformer import Transformer
 from paceline.parallel.collectives import all_reduce
-from paceline.parallel.mesh import ParallelMesh
 from paceline.runtime.process import any_rank
-from paceline.tasks.task import Task
+from paceline.tasks.task import LossTerms
+from paceline.training.staged import StagedTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +74,13 @@ class Evaluator:
         config: RunConfig,
         split: Split,
         *,
-        task: Task,
-        model: Transformer,
-        mesh: ParallelMesh,
+        staged: StagedTask,
         device: torch.device,
     ) -> None:
         self.config = config
         self.split = split
-        self.task = task
-        self.model = model
-        self.mesh = mesh
+        self.staged = staged
+        self.mesh = staged.mesh
         self.device = device
 
     def run(self, global_batches: int | None, *, should_stop: Callable[[], bool] | None = None) -> Evaluation | None:
@@ -93,13 +89,16 @@ class Evaluator:
         Args:
             should_stop: asked between micro-batches; once it is true on any rank, there is no result: None.
         """
-        training = self.model.training
-        self.model.eval()
+        stages = self.staged.stages
+        training = stages[0].training
+        for stage in stages:
+            stage.eval()
         try:
             with torch.no_grad():
                 scored = self._score(global_batches, should_stop)
         finally:
-            self.model.train(training)
+            for stage in stages:
+                stage.train(training)
         if scored is None:
             return None
         sums, histogram = scored
@@ -118,20 +117,38 @@ class Evaluator:
     ) -> tuple[Tensor, Tensor] | None:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         histogram = torch.zeros(self.config.model.vocab_size, dtype=torch.int64, device=self.device)
+        # ranks of one tensor-parallel group have the same loss: one of them counts
+        counts = self.mesh["tp"].index == 0 and self.staged.has_loss
         with self._loader() as loader:
-            limit = None if global_batches is None else global_batches * loader.micro_batches_per_step
-            for batch in islice(loader, limit):
+            batches = iter(loader)
+            for _ in count() if global_batches is None else range(global_batches):
+                # a vote for each global batch, not each micro-batch: between votes a pipeline stays full
+                group = list(islice(batches, loader.micro_batches_per_step))
+                if not group:
+                    break
                 if should_stop is not None and any_rank(should_stop()):
                     return None
-                batch = self.task.prepare(batch.to(self.device))
-                terms = self.task.loss(self.model, batch)
-                # deliberately not loss_sum: with multi-token prediction it holds more than the next token's loss
-                main = terms.stats.get("loss_sum_main", terms.loss_sum)
-                sums += torch.stack((main.double(), terms.units.double()))
-                histogram += _label_counts(batch, histogram.numel())
-        all_reduce(sums, self.mesh["dp"], "dp/evaluation/loss")
-        all_reduce(histogram, self.mesh["dp"], "dp/evaluation/labels")
+                group = [self.staged.prepare(batch.to(self.device)) for batch in group]
+                scored = self._forward(group)
+                if counts:
+                    sums += scored
+                    for batch in group:
+                        histogram += _label_counts(batch, histogram.numel())
+        all_reduce(sums, self.mesh["world"], "world/evaluation/loss")
+        all_reduce(histogram, self.mesh["world"], "world/evaluation/labels")
         return sums, histogram
+
+    def _forward(self, batches: Sequence[Batch]) -> Tensor:
+        """float64 [2]: sum of losses and number of labels, where the last stage is here."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+        def add(terms: LossTerms) -> None:
+            # deliberately not loss_sum: with multi-token prediction it holds more than the next token's loss
+            main = terms.stats.get("loss_sum_main", terms.loss_sum)
+            sums.add_(torch.stack((main.double(), terms.units.double())))
+
+        self.staged.evaluate(batches, add)
+        return sums
 
     def _loader(self) -> Loader:
         train = self.config.train
