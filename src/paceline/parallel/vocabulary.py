@@ -49,7 +49,7 @@ class Rows:
 def look_up(tokens_BT: Tensor, weight_RC: Tensor, rows: Rows) -> Tensor:
     """[B, T, C]: rows of tokens that this rank has, zeros for others; the sum over ranks is the plain look-up."""
     ids_BT, is_own_BT = rows.local(tokens_BT)
-    return F.embedding(ids_BT, weight_RC).masked_fill(~is_own_BT[..., None], 0.0)
+    return F.embedding(ids_BT, weight_RC).masked_fill_(~is_own_BT[..., None], 0.0)
 
 
 def gather_logits(logits_BTR: Tensor, rows: Rows, name: str) -> Tensor:
