@@ -68,5 +68,5 @@ def test_inductor() -> None:
 def test_what_is_not_there_is_refused_by_name() -> None:
     config = ParallelConfig()
     mesh = ParallelMesh(config, world_size=1, rank=0, device_type="cpu")
-    with pytest.raises(ConfigError, match="train.precision = 'fp8' is not available"):
+    with pytest.raises(ConfigError, match=r"train\.precision = 'fp8' is not available"):
         parallelize(tiny_model(tiny_config()), config, mesh, "fp8", CPU)
