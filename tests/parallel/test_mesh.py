@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distributed import run
 from paceline.config.parallel import ParallelConfig
 from paceline.errors import ConfigError
-from paceline.parallel.mesh import ParallelMesh
+from paceline.parallel.mesh import JOINED_AXES, ParallelMesh
 
 
 def _sum_over(mesh: ParallelMesh, axis: str, rank: int) -> float:
@@ -38,10 +38,16 @@ def _two_meshes(rank: int, world_size: int) -> dict[str, Any]:
         "library_sum": _sum_library(library, rank),
         "other": {axis: other[axis].ranks for axis in ("tp", "pp", "dp", "ep", "edp")},
         "other_sum": _sum_over(other, "pp", rank),
+        "joined": [_rank_in_group(other, axis) for axis in (*JOINED_AXES, "ends")],
+        "places": other.places("cp_tp"),
         "alone": dist.get_world_size(other.group("cp")),
         "says": hsdp.describe(),
         "weights": (hsdp["dp_weights"].ranks, hsdp["dp_weights"].group is not hsdp["dp_shard"].group),
     }
+
+
+def _rank_in_group(mesh: ParallelMesh, axis: str) -> bool:
+    return mesh.size(axis) == 1 or dist.get_rank(mesh.group(axis)) == mesh[axis].index
 
 
 def _sum_library(library: Any, rank: int) -> float:
@@ -75,6 +81,7 @@ def test_grid_of_four_ranks() -> None:
             "edp": (rank,),
         }
         assert found["other_sum"] == 3.0 * 4.0**tp
+        assert all(found["joined"]) and found["places"] == [{"tp": 0, "cp": 0}, {"tp": 1, "cp": 0}]
         assert found["alone"] == 1
         assert found["says"] == f"rank {rank} of 4 (dp_replicate {replicate}, dp_shard {shard})"
 

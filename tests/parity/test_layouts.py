@@ -6,13 +6,16 @@ every weight after three steps of AdamW with clipping and weight decay, on label
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from torch import Tensor
 
 from distributed import run as on_ranks
+from paceline.models.init import WeightInit
+from paceline.training import setup
 from tests.parity.layouts import EXACT, MODELS, Layout, layout, worst
-from tests.training.steps import Log, run_jobs
+from tests.training.steps import Job, Log, run_jobs
 
 ONE_AXIS = (
     layout(2, "tp=2"),
@@ -64,7 +67,11 @@ PAIRS = (
     layout(4, "etp=2 zero=3"),
     layout(4, "dp_replicate=2 zero=3"),
 )
+ORDERS = ('order=["tp","dp_shard","cp","pp","dp_replicate"]', 'order=["dp_replicate","pp","cp","dp_shard","tp"]')
 MORE_AXES = (
+    layout(8, f"tp=2 pp=2 cp=2 {ORDERS[0]}"),
+    layout(8, f"tp=2 cp=2 ep=2 zero=3 {ORDERS[0]}"),
+    layout(8, f"tp=2 cp=2 ep=4 zero=1 {ORDERS[1]}"),
     layout(8, "tp=2 pp=2"),
     layout(8, "tp=2 pp=2 zero=3"),
     layout(8, "tp=2 pp=2 pipeline_schedule=zbv stages_per_rank=2"),
@@ -124,3 +131,24 @@ def test_equals_one_process(
                 break
     record_property("largest_error", largest)
     assert not failures, "\n" + "\n".join(failures)
+
+
+class SwappedShards(WeightInit):
+    """A broken rule: two ranks start with each other's columns of the MLPs' last matrices."""
+
+    def __call__(self, name: str, value: Tensor, whole: Sequence[int], offsets: Sequence[int]) -> None:
+        if name.endswith("feed_forward.down_proj.weight") and value.shape[1] < whole[1]:
+            offsets = (offsets[0], whole[1] - value.shape[1] - offsets[1])
+        super().__call__(name, value, whole, offsets)
+
+
+def _with_swapped_shards(rank: int, world_size: int, job: Job) -> Log:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "WeightInit", SwappedShards)
+        return run_jobs(rank, world_size, [job])[0]
+
+
+def test_two_swapped_shards_are_noticed(one_process: dict[str, Log]) -> None:
+    found = on_ranks(_with_swapped_shards, 2, layout(2, "tp=2 zero=0").job("llama"))[0]
+    errors = worst(found, one_process["llama"])
+    assert errors["loss"] > 1e-4 and max(errors.values()) > 1e-2, errors

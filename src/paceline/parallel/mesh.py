@@ -23,6 +23,8 @@ A mesh is an object, never a global: two meshes in one process work.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +41,7 @@ JOINED_AXES: dict[str, tuple[str, ...]] = {
     "cp_tp": ("cp", "tp"),
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
+"""Their ranks, as those of every axis, are in ascending order: an index on one is the rank in its group."""
 WEIGHTS_AXES = {"dp_weights": "dp_shard_cp", "edp_weights": "edp"}
 """The ranks of another axis again, on a communicator of its own: new weights are gathered while the next forward runs,
 and a small sum must not queue up behind them."""
@@ -119,6 +122,12 @@ class ParallelMesh:
             [self.group(axis) for axis in axes], self.device_type, mesh=lines, mesh_dim_names=axes
         )
 
+    def places(self, axis: str) -> list[dict[str, int]]:
+        """For each rank of a joined axis, in order, its index along the axes that it is joined of."""
+        parts = _parts(axis, self._order)
+        numbers = itertools.product(*(range(self.size(part)) for part in parts))
+        return [dict(zip(parts, each, strict=True)) for each in numbers]
+
     def describe(self) -> str:
         """For messages: ``rank 5 of 8 (dp_replicate 1, dp_shard 0, tp 1)``; axes of size 1 are left out."""
         places = ", ".join(f"{axis} {self._axes[axis].index}" for axis in self._order if self.size(axis) > 1)
@@ -126,7 +135,7 @@ class ParallelMesh:
 
     def _grids_along(self, axes: tuple[str, ...]) -> torch.Tensor:
         """Ranks that agree with this one on every other axis: a tensor with one dim for each of ``axes``."""
-        parts = [JOINED_AXES.get(axis, (axis,)) for axis in axes]
+        parts = [_parts(axis, self._order) for axis in axes]
         inside = [part for names in parts for part in names]
         assert all(part in self._order for part in inside), axes
         grid = torch.arange(self.world_size).view([self.size(axis) for axis in self._order])
@@ -160,10 +169,15 @@ class ParallelMesh:
 def _dense_grids(config: ParallelConfig, world_size: int, order: tuple[str, ...]) -> dict[str, torch.Tensor]:
     grid = _dense_grid(config, world_size, order)
     grids = {axis: _lines(grid, [order.index(axis)]) for axis in order}
-    grids |= {name: _lines(grid, [order.index(part) for part in parts]) for name, parts in JOINED_AXES.items()}
+    grids |= {name: _lines(grid, [order.index(part) for part in _parts(name, order)]) for name in JOINED_AXES}
     grids["world"] = torch.arange(world_size).view(1, world_size)
     grids["ends"] = _ends(grids["pp"])
     return grids
+
+
+def _parts(axis: str, order: tuple[str, ...]) -> tuple[str, ...]:
+    """The dense axes that an axis is joined of, outermost first."""
+    return tuple(sorted(JOINED_AXES.get(axis, (axis,)), key=order.index))
 
 
 def _ends(pipelines: torch.Tensor) -> torch.Tensor:

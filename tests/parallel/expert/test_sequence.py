@@ -27,7 +27,7 @@ def _check_gather(rank: int, world_size: int) -> None:
         config = ParallelConfig(**fields)
         mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
         layout = SequenceLayout(config.cp, config.cp_method)
-        view = CutSequences(mesh["cp_tp"], layout, config.tp)
+        view = CutSequences(mesh, layout)
         assert view.parts == 4
         own = own_part(whole, mesh, layout)
         for _ in range(2):  # the second time from what was kept

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.parallel.collectives import Axis
+from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.regions import gather_replicated, sum_replicated
 from paceline.parallel.sequence import SequenceLayout
 
@@ -25,15 +25,14 @@ class CutSequences:
     """See `SequenceView`. All ranks of the axis hold the same number of tokens of the same sequences.
 
     Args:
-        cp_tp: the ranks that hold parts of the same sequences, cp outermost.
-        layout: which positions each rank of `cp` has.
-        tp: over how many ranks a `cp` part is cut further, into neighbouring pieces.
+        layout: which positions each rank of `cp` has; over `tp` each of these parts is cut into neighbouring pieces.
     """
 
-    def __init__(self, cp_tp: Axis, layout: SequenceLayout, tp: int) -> None:
-        assert cp_tp.size == layout.size * tp, (cp_tp.size, layout.size, tp)
-        self.parts = cp_tp.size
-        self._axis, self._layout, self._tp = cp_tp, layout, tp
+    def __init__(self, mesh: ParallelMesh, layout: SequenceLayout) -> None:
+        self._axis, self._layout, self._tp = mesh["cp_tp"], layout, mesh.size("tp")
+        self.parts = self._axis.size
+        assert self.parts == layout.size * self._tp, (self.parts, layout.size, self._tp)
+        self._places = mesh.places("cp_tp")
         self._orders: dict[tuple[int, torch.device], Order] = {}
 
     def sum_over_parts(self, counts_BE: Tensor) -> Tensor:
@@ -57,9 +56,7 @@ class CutSequences:
         return self._orders[T, device]
 
     def _make_order(self, T: int, device: torch.device) -> Order:
-        of_cp = T * self._tp
-        cp_index, tp_index = divmod(self._axis.index, self._tp)
-        return Order(
-            natural=self._layout.natural_order(of_cp, device),
-            own=self._layout.positions(cp_index, of_cp, device)[tp_index * T :][:T],
-        )
+        parts = [
+            self._layout.positions(place["cp"], T * self._tp, device)[place["tp"] * T :][:T] for place in self._places
+        ]
+        return Order(natural=torch.cat(parts).argsort(), own=parts[self._axis.index])

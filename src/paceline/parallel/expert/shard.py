@@ -30,7 +30,7 @@ def shard_experts(stage: Transformer, mesh: ParallelMesh, layout: SequenceLayout
         The expert parameters by name; empty without expert layers.
     """
     shards: dict[str, Shard] = {}
-    cut_sequences = CutSequences(mesh["cp_tp"], layout, mesh.size("tp")) if mesh.size("cp_tp") > 1 else None
+    cut_sequences = CutSequences(mesh, layout) if mesh.size("cp_tp") > 1 else None
     for path, layer in list(stage.named_modules()):
         if not isinstance(layer, MoE):
             continue
