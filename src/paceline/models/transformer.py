@@ -122,8 +122,8 @@ class MultiTokenPrediction(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model, or a part of one (`part`). Knows nothing of ranks.
 
-    Three seams may be given other objects: the attention core (`set_attention_core`), the dispatcher of each `MoE`, and
-    `head_loss`.
+    Four seams may be given other objects: the attention core (`set_attention_core`), the dispatcher of each `MoE`, what
+    its router sees of each sequence (`Router.sequences`), and `head_loss`.
     """
 
     embed: Embedding | None

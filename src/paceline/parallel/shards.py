@@ -1,6 +1,6 @@
 """Where does each tensor of this rank's model lie in the plain model, and who else computes gradients for it?
 
-`tensor.py` and `expert.py` make these as they cut parameters; engines and checkpoints read them.
+`tensor.py` and `expert/` make these as they cut parameters; engines and checkpoints read them.
 """
 
 from __future__ import annotations

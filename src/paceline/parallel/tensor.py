@@ -44,7 +44,7 @@ _SEQUENCE = 1
 def shard_tensors(stage: Transformer, mesh: ParallelMesh) -> dict[str, Shard]:
     """Cuts a plain model, or a stage of one, over tp; in place, on the meta device or with its weights.
 
-    Experts are left whole: see `expert.py`. Collective: all ranks of the world call it for as many stages.
+    Experts are left whole: see `expert/`. Collective: all ranks of the world call it for as many stages.
 
     Returns:
         An entry for every parameter of the stage that is no expert's; nothing where tp is 1.
