@@ -11,8 +11,8 @@ layers). How layouts change it:
 | etp | the ranks of a group bring the same rows together: rows x etp, their width / etp |
 | pp | a part of the layers, times the micro-batches that are in flight on that stage |
 
-Whole on each rank of tp: what a sublayer gathers (input of attention, of a dense MLP, of shared experts, of the head),
-latents of latent attention, and key/value heads of which there are fewer than ranks, on each rank that has them.
+Whole on each rank of tp: latents of latent attention, key/value heads of which there are fewer than ranks (on each rank
+that has them), the head's input with the plain loss, and what a sublayer has gathered while it runs (it keeps its part).
 
 Sources: arXiv:2205.05198 (tensor and sequence parallel), `costs/pipeline.py` (schedules).
 """
@@ -53,10 +53,12 @@ def activations_per_token(config: RunConfig, pipeline_rank: int = 0, micro_batch
         first, last = stage == 0, stage == len(stages) - 1
         blocks = [*stages[stage], *(range(config.model.num_layers, len(kept)) if last else ())]
         # output of the embedding; input of the last norm, or what is sent on; the head's input
-        edges = _ceil(width * hidden * (1 + first), parallel.tp) + width * hidden * last
-        by_stage[stage] = sum(kept[index] for index in blocks) + edges
+        plain_head = last and config.train.loss_kernel == "plain"
+        edges = _ceil(width * hidden * (1 + first + (last and not plain_head)), parallel.tp)
+        by_stage[stage] = sum(kept[index] for index in blocks) + edges + width * hidden * plain_head
         largest = max([largest, *(whole[index] for index in blocks)])
-    return peak_held(parallel, pipeline_rank, micro_batches, by_stage) + largest
+    gathered = width * hidden if parallel.tp > 1 else 0
+    return peak_held(parallel, pipeline_rank, micro_batches, by_stage) + largest + gathered
 
 
 def peak_held(parallel: ParallelConfig, pipeline_rank: int, micro_batches: int, by_stage: Mapping[int, int]) -> int:
@@ -121,7 +123,7 @@ class _Kept:
     cut: int
     """Over tp, along the sequence or by heads and width."""
     gathered: int = 0
-    """Inputs of column-cut matrices: whole on each rank of tp."""
+    """Whole on each rank of tp."""
 
     def __add__(self, other: _Kept) -> _Kept:
         return _Kept(cut=self.cut + other.cut, gathered=self.gathered + other.gathered)
@@ -148,7 +150,7 @@ def block_activations(model: ModelConfig, block: BlockSpec, config: RunConfig) -
         scores += 4 * model.hidden_size + 8 * feed_forward.num_experts + 40 * feed_forward.top_k
     else:
         mlp = _mlp(feed_forward, compiled=config.parallel.compile)
-        kept += _Kept(cut=model.hidden_size + mlp, gathered=model.hidden_size)
+        kept += _Kept(cut=2 * model.hidden_size + mlp)
     return _ceil(width * kept.cut + scores, tp) + width * kept.gathered
 
 
@@ -157,13 +159,13 @@ def _attention(spec: AttentionSpec, tp: int) -> _Kept:
     queries = spec.num_heads * spec.qk_head_dim
     output = spec.num_heads * spec.v_head_dim
     copies = _kv_copies(spec, tp)
-    cut = queries + copies * spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim) + output + spec.hidden_size
+    cut = queries + copies * spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim) + output + 2 * spec.hidden_size
     if spec.qk_norm:
         cut += queries + copies * spec.num_kv_heads * spec.qk_head_dim
     if spec.kind == "mla":
         # the down projections run on the whole sequence: latents before and after their norms
-        return _Kept(cut=cut, gathered=spec.hidden_size + 2 * (spec.q_lora_rank + spec.kv_lora_rank))
-    return _Kept(cut=cut, gathered=spec.hidden_size)
+        return _Kept(cut=cut, gathered=2 * (spec.q_lora_rank + spec.kv_lora_rank))
+    return _Kept(cut=cut)
 
 
 def _mlp(spec: FeedForwardSpec, *, compiled: bool) -> int:
@@ -178,8 +180,7 @@ def _moe(spec: MoESpec, parallel: ParallelConfig) -> _Kept:
     routed = _Kept(cut=2 * spec.hidden_size + spec.top_k * (parallel.etp * spec.hidden_size + expert))
     if spec.shared is None:
         return routed
-    shared = _mlp(spec.shared, compiled=parallel.compile)
-    return routed + _Kept(cut=shared, gathered=spec.hidden_size if parallel.tp > 1 else 0)
+    return routed + _Kept(cut=_mlp(spec.shared, compiled=parallel.compile))
 
 
 def _kv_copies(spec: AttentionSpec, tp: int) -> int:
