@@ -12,7 +12,7 @@ layers). How layouts change it:
 | pp | a part of the layers, times the micro-batches that are in flight on that stage |
 
 Whole on each rank of tp: latents of latent attention, key/value heads of which there are fewer than ranks (on each rank
-that has them), the head's input with the plain loss, and what a sublayer has gathered while it runs (it keeps its part).
+that has them), the input of the head with the plain loss, and what a running sublayer has gathered (it keeps its part).
 
 Sources: arXiv:2205.05198 (tensor and sequence parallel), `costs/pipeline.py` (schedules).
 """
