@@ -12,6 +12,13 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("paceline", "recipes drawn at random (tests/parity/test_recipes.py)")
+    group.addoption("--recipes", type=int, default=60, help="how many must run (default 60; refused ones come on top)")
+    group.addoption("--recipes-seed", type=int, default=None, help="draw other ones")
+    group.addoption("--recipes-first", type=int, default=0, help="number of the first one drawn")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 

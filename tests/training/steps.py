@@ -35,6 +35,9 @@ class Job:
     task: str = ""
     length: int = 12
     dtype: torch.dtype = torch.float32
+    sequences: int = SEQUENCES
+    packed: bool = False
+    """rows of several documents, whose positions start anew"""
 
 
 @dataclass(kw_only=True)
@@ -58,21 +61,35 @@ class OnlyRouterLosses(Pretrain):
         return super().loss(model, batch)._replace(loss_sum=torch.zeros(()))
 
 
-def global_batch(step: int, masks: str, length: int = 12, vocab: int = runs.VOCAB) -> Batch:
+def global_batch(
+    step: int,
+    masks: str,
+    length: int = 12,
+    vocab: int = runs.VOCAB,
+    sequences: int = SEQUENCES,
+    packed: bool = False,
+) -> Batch:
     """The same on every rank."""
     generator = torch.Generator().manual_seed(100 + step)
-    tokens, labels = (torch.randint(vocab, (SEQUENCES, length), generator=generator) for _ in "ab")
-    return Batch(tokens=tokens, labels=masked(labels, masks, generator))
+    tokens, labels = (torch.randint(vocab, (sequences, length), generator=generator) for _ in "ab")
+    batch = Batch(tokens=tokens, labels=masked(labels, masks, generator))
+    if not packed:
+        return batch
+    starts = torch.rand(sequences, length, generator=generator) < 0.2
+    places = torch.arange(length).expand(sequences, length)
+    first = torch.where(starts, places, torch.zeros_like(places)).cummax(dim=1).values
+    return replace(batch, documents=starts.cumsum(dim=1).int(), positions=places - first)
 
 
 def masked(labels: Tensor, masks: str, generator: torch.Generator) -> Tensor:
-    """none: every label counts. uneven: row r hides about r of 8. half: rows 0-3, whole micro-batches and in places
-    a whole rank, count for nothing. all: none counts."""
-    rows = torch.arange(SEQUENCES)[:, None]
+    """none: every label counts. uneven: row r of n hides about r / n. half: the first half of the rows, whole
+    micro-batches and in places a whole rank, count for nothing. all: none counts."""
+    sequences = len(labels)
+    rows = torch.arange(sequences)[:, None]
     hidden = {
         "none": torch.zeros_like(labels, dtype=torch.bool),
-        "uneven": torch.rand(labels.shape, generator=generator) * SEQUENCES < rows,
-        "half": (rows < SEQUENCES // 2).expand_as(labels),
+        "uneven": torch.rand(labels.shape, generator=generator) * sequences < rows,
+        "half": (rows < sequences // 2).expand_as(labels),
         "all": torch.ones_like(labels, dtype=torch.bool),
     }[masks]
     return labels.masked_fill(hidden, IGNORE_INDEX)
@@ -80,18 +97,24 @@ def masked(labels: Tensor, masks: str, generator: torch.Generator) -> Tensor:
 
 def part(batch: Batch, micro: int, rank: int, ranks: int) -> list[Batch]:
     """The micro-batches of a rank, cut as the loader does: neighbouring rows go to neighbouring ranks."""
-    starts = range(rank * micro, SEQUENCES, micro * ranks)
-    return [replace(batch, tokens=batch.tokens[s : s + micro], labels=batch.labels[s : s + micro]) for s in starts]
+    starts = range(rank * micro, len(batch.tokens), micro * ranks)
+    fields = {name: value for name, value in vars(batch).items() if value is not None}
+    return [Batch(**{name: value[start : start + micro] for name, value in fields.items()}) for start in starts]
 
 
 def config_of(job: Job) -> RunConfig:
-    shape = [
+    return resolve({}, sets_of(job)).config
+
+
+def sets_of(job: Job) -> list[str]:
+    """The whole recipe as overrides."""
+    return [
         *runs.tiny(Path("unused"), "unused", "train.loss_chunk_tokens=8", "optim.warmup_steps=0"),
-        f"train.global_batch_size={SEQUENCES}",
+        f"train.global_batch_size={job.sequences}",
         f"train.micro_batch_size={job.micro}",
         f"train.seq_len={job.length}",
+        *job.sets,
     ]
-    return resolve({}, [*shape, *job.sets]).config
 
 
 def run_jobs(rank: int, world_size: int, jobs: Sequence[Job]) -> list[Log]:
@@ -112,7 +135,7 @@ def _run(rank: int, world_size: int, job: Job) -> Log:
     parts.step.on_backward_end = lambda number: log.gradients.update({} if number > 1 else full_gradients(parts))
     for number in range(1, job.steps + 1):
         mesh.traffic.take()
-        batch = global_batch(number, job.masks, job.length, config.model.vocab_size)
+        batch = global_batch(number, job.masks, job.length, config.model.vocab_size, job.sequences, job.packed)
         outcome = parts.step.run(number, part(batch, job.micro, mesh.dp_rank, mesh.dp_size))
         parts.engine.wait_for_weights()
         log.traffic.append(mesh.traffic.take())

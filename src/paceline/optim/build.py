@@ -129,7 +129,8 @@ def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | No
         # also on a rank that holds no part of a matrix: it takes part in the exchange
         matrices = next((group for group in groups if group.rule == "muon"), None)
         axes = () if mesh is None else (mesh["dp_shard_cp"], mesh["edp"])
-        rules.append(MuonRule(config, matrices, axes, device))
+        dtype = next((parameter.param.dtype for parameter in parameters), None)
+        rules.append(MuonRule(config, matrices, axes, device, dtype))
     rest = [group for group in groups if group.rule != "muon"]
     if rest:
         rules.append(AdamW8bitRule(config, rest) if config.name == "adamw8bit" else AdamWRule(config, rest))

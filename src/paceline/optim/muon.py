@@ -49,13 +49,14 @@ class MuonRule:
     ``m = lerp(m, g, 1 - momentum)``, ``u = orthogonalize(lerp(g, m, momentum))`` (Nesterov),
     ``p = p (1 - lr decay) - lr sqrt(max(1, rows / columns)) u``.
 
-    Works in bf16 on a GPU and in fp32 on a CPU. A skipped step changes nothing, decided on the device.
+    Works in bf16 on a GPU and in the precision of main weights (fp32) on a CPU. A skipped step changes nothing, decided on the device.
 
     Args:
         group: may be None on a rank that holds no part of a matrix; the rank still takes part in the exchanges.
         axes: all along which some rank has matrices to put together; none = every rank holds its matrices whole. The
             matrices of one `MainParameter.shard_axis` are exchanged together.
         device: where matrices are orthogonalised; parameters may lie elsewhere.
+        dtype: of main weights, and so of what a CPU computes in; None = that of the first parameter here.
     """
 
     def __init__(
@@ -64,13 +65,15 @@ class MuonRule:
         group: ParameterGroup | None,
         axes: Sequence[Axis],
         device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._config = config
         self._group = group
         self._parameters = () if group is None else group.parameters
         self._momentum = {parameter.name: torch.zeros_like(parameter.param) for parameter in self._parameters}
         self._steps = torch.zeros((), device=device)
-        wire_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        here = next((parameter.param.dtype for parameter in self._parameters), torch.float32)
+        wire_dtype = torch.bfloat16 if device.type == "cuda" else dtype or here
         known = {axis.name: axis for axis in axes} or {p.shard_axis.name: p.shard_axis for p in self._parameters}
         assert all(parameter.shard_axis.name in known for parameter in self._parameters), list(known)
         self._exchanges = [
