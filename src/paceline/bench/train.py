@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.bench.gemm import GemmRate, sustained_gemm
 from paceline.checkpoint.manager import CheckpointManager
@@ -21,6 +22,7 @@ from paceline.checkpoint.ranks import Ranks
 from paceline.config.load import Recipe, resolve
 from paceline.config.run import RunConfig
 from paceline.observe.hooks import Hook, Hooks, StepEnd, StepStart
+from paceline.parallel.collectives import all_reduce_number
 from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
 from paceline.runtime.process import ProcessInfo, process_group
 from paceline.runtime.seed import set_deterministic
@@ -43,6 +45,7 @@ class BenchRecord:
     tflops_per_gpu: float
     flops_convention: str
     peak_memory_gib: float
+    """the highest of any rank, after the warm-up"""
     sustained_gemm_tflops: float
     """measured in this run, right after the steps"""
     fraction_of_gemm: float
@@ -83,11 +86,14 @@ def bench_train(
         finally:
             trainer.feed.close()
             trainer.manager.close()
-        peak_gib = memory_stats(device).peak_bytes / GIB
+        # of the fullest rank: pipeline stages differ
+        peak = all_reduce_number(
+            memory_stats(device).peak_bytes, parts.mesh["world"], "bench/peak_memory", device, op=dist.ReduceOp.MAX
+        )
         # every rank: GPUs of one host share its power and cooling
         tell("measuring the matrix product")
         gemm = sustained_gemm(device)
-        return _record(parts, trainer, clock.seconds(), peak_gib, steps, gemm) if info.is_main else None
+        return _record(parts, trainer, clock.seconds(), peak / GIB, steps, gemm) if info.is_main else None
 
 
 def _without_files(recipe: Recipe, total_steps: int) -> RunConfig:
