@@ -6,8 +6,9 @@ data and the learning-rate schedule go on: the step's samples are consumed, its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.errors import TrainingError
+from paceline.models.transformer import ModelOutput
 from paceline.optim.clip import non_finite_parameters
 from paceline.parallel.mesh import ParallelMesh
 from paceline.training.step import TrainStep
@@ -56,13 +58,12 @@ def explain_nonfinite(
     The weights are those of the last good step, since skipped steps left them alone; so the same batches fail again,
     unless the fault lies outside the program. Collective.
     """
-    search = _Search(step.stages)
-    mine = search.run(number, batches, step)
-    found = [text for text in _gather(f"{mesh.describe()}: {mine}" if mine else "") if text]
+    mine = _Search(step.stages).run(number, batches, step)
+    found = _origins(_gather(replace(mine, text=f"{mesh.describe()}: {mine.text}" if mine.text else "")))
     summed = non_finite_parameters(step.engine.main_parameters())
     step.engine.zero_gradients()
     if not found:
-        found = [text for text in _gather(f"{mesh.describe()}: {_names(summed)}, summed" if summed else "") if text]
+        found = _origins(_gather(_Found(text=f"{mesh.describe()}: {_names(summed)}, summed" if summed else "")))
     evidence = "\n  ".join(found) or (
         "Run again, the same micro-batches gave finite losses and gradients on every rank: the fault does not "
         "repeat, which points to memory or a device rather than to the recipe."
@@ -77,37 +78,60 @@ def explain_nonfinite(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a rank knows; "" = nothing of its own."""
+
+    text: str
+    in_forward: bool = False
+
+
+def _origins(by_rank: Sequence[_Found]) -> list[str]:
+    """What is worth telling: where an output is not finite, every gradient after it is not either."""
+    known = [found for found in by_rank if found.text]
+    in_forward = [found for found in known if found.in_forward]
+    return [found.text for found in in_forward or known]
+
+
 class _Search:
-    """Finds the first module whose output, or whose gradient, is not finite on this rank."""
+    """Finds the first module whose output, or whose gradient, is not finite on this rank.
+
+    What came from another pipeline stage says nothing about this one: once activations that are not finite have come
+    in, outputs are no longer looked at; gradients likewise.
+    """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         self._stages = stages
         self._forward = ""
         self._backward = ""
         self._parameters: list[str] = []
+        self._spoiled_forward = False
+        self._spoiled_backward = False
 
-    def run(self, number: int, batches: Sequence[Batch], step: TrainStep) -> str:
+    def run(self, number: int, batches: Sequence[Batch], step: TrainStep) -> _Found:
         with self._watched():
             losses = step.rerun(number, batches)
         parts = [
             f"the loss of micro-batch {index} is {float(loss)}"
             for index, loss in enumerate(losses)
-            if not bool(torch.isfinite(loss))
+            if not bool(torch.isfinite(loss)) and (self._forward or not self._spoiled_forward)
         ][:2]
         if self._forward:
             parts.append(f"the first output that is not finite is that of {self._forward}")
         if parts:
-            return "; ".join(parts)  # every gradient is then not finite, which says no more
+            return _Found(text="; ".join(parts), in_forward=True)
         if self._backward:
             parts.append(f"the first gradient that is not finite is that of {self._backward}")
         if self._parameters:
             parts.append(_names(self._parameters))
-        return "; ".join(parts)
+        return _Found(text="; ".join(parts))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         handles = []
         for stage in self._stages:
+            handles.append(stage.register_forward_pre_hook(self._before_stage, with_kwargs=True))
+            handles.append(stage.register_forward_hook(self._after_stage))
             for name, module in stage.named_modules():
                 if name and not any(True for _ in module.children()):  # leaves: the first one is the culprit
                     handles.append(module.register_forward_hook(self._forward_hook(name)))
@@ -120,18 +144,34 @@ class _Search:
             for handle in handles:
                 handle.remove()
 
+    def _before_stage(self, stage: nn.Module, args: object, kwargs: Mapping[str, Tensor | None]) -> None:
+        hidden = kwargs.get("hidden")
+        self._spoiled_forward |= hidden is not None and not _is_finite(hidden)
+
+    def _after_stage(self, stage: nn.Module, args: object, output: ModelOutput) -> None:
+        def look(gradient: Tensor) -> None:
+            self._spoiled_backward |= not _is_finite(gradient)
+
+        if output.hidden is not None and output.hidden.requires_grad:
+            output.hidden.register_hook(look)
+
     def _forward_hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             tensors = [item for item in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(item)]
             for tensor in tensors:
-                if not self._forward and tensor.is_floating_point() and not _is_finite(tensor):
+                if (
+                    not self._forward
+                    and not self._spoiled_forward
+                    and tensor.is_floating_point()
+                    and not _is_finite(tensor)
+                ):
                     self._forward = name
 
         return hook
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if name not in self._parameters and not _is_finite(gradient):
+            if name not in self._parameters and not self._spoiled_backward and not _is_finite(gradient):
                 self._backward = self._backward or name
                 self._parameters.append(name)
 
@@ -148,9 +188,9 @@ def _names(parameters: Sequence[str]) -> str:
     return f"parameters with gradients that are not finite: {', '.join(parameters[:3])}{more}"
 
 
-def _gather(text: str) -> list[str]:
+def _gather(found: _Found) -> list[_Found]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [text]
-    reports: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reports, text)
+        return [found]
+    reports = [found] * dist.get_world_size()
+    dist.all_gather_object(reports, found)
     return reports

@@ -146,8 +146,10 @@ class Trainer:
         self.progress.consumed_samples += train.global_batch_size
         self.progress.tokens += train.global_batch_size * train.seq_len
         means: dict[str, tuple[Tensor, Tensor | int]] = {}
-        if outcome.aux_loss_sum is not None:
-            means["aux_loss"] = (outcome.aux_loss_sum, outcome.sequences)
+        if self.config.model.is_moe:
+            # a stage without experts may be the one that counts the sequences
+            aux_loss = torch.zeros_like(outcome.loss_sum) if outcome.aux_loss_sum is None else outcome.aux_loss_sum
+            means["aux_loss"] = (aux_loss, outcome.sequences)
         if outcome.mtp_loss_sum is not None:
             means["mtp_loss"] = (outcome.mtp_loss_sum, outcome.local_count)
         self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
