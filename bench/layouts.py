@@ -34,7 +34,8 @@ from layouts_report import page
 
 STEPS = {"speed": (3, 6), "long": (2, 4)}
 """Of `paceline bench`: not measured, measured."""
-LAST_LINES = 12
+LAST_LINES, LINE = 12, 300
+"""Of the log of what failed; characters of each."""
 
 
 class Results:
@@ -76,7 +77,7 @@ class Running:
         self.folder = work / job.key
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self.limit = 3 * job.estimate + 60
+        self.limit = 600 if is_tiny else 3 * job.estimate + 60
         self.log = (self.folder / "log").open("w+", encoding="utf-8")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
         if is_tiny:
@@ -110,15 +111,15 @@ class Running:
             "command": "python " + shlex.join(self.without_paths()),
             "seconds": round(seconds, 1),
         }
-        if not reason:
-            try:
-                entry |= found_in(self.job, self.folder)
-            except (OSError, LookupError, ValueError) as error:
-                reason = f"no result: {error!r}"
-        if reason:
+        try:
+            # also of one that did not end well: it may have all it was started for
+            entry |= found_in(self.job, self.folder)
+            if reason:
+                entry["note"] = f"measured, then {reason}"
+        except (OSError, LookupError, ValueError) as error:
             self.log.seek(0)
-            lines = [line for line in self.log.read().splitlines() if line.strip()]
-            entry["failed"] = [reason, *lines[-LAST_LINES:]]
+            lines = [line[:LINE] for line in self.log.read().splitlines() if line.strip()]
+            entry["failed"] = [reason or f"no result: {error!r}", *lines[-LAST_LINES:]]
         self.log.close()
         return entry
 
@@ -156,8 +157,9 @@ def found_in(job: Job, folder: Path) -> dict[str, Any]:
     if job.part == "curves":
         records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         steps = [record["step"] for record in records]
-        if steps != list(range(1, len(steps) + 1)):
-            raise ValueError(f"steps {steps}")
+        wanted = [int(item.partition("=")[2]) for item in job.sets if item.startswith("train.steps=")][-1]
+        if steps != list(range(1, wanted + 1)):
+            raise ValueError(f"{len(steps)} of {wanted} steps")
         return {
             "losses": [round(record["loss"], 5) for record in records],
             "gradient_norms": [round(record["grad_norm"], 4) for record in records],

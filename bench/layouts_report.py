@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -55,10 +55,13 @@ def page(data: dict[str, Any]) -> list[str]:
         versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
         lines += [f"{data['devices']}; {versions}. Command: `{data['command']}`; each entry's own is in the JSON.", ""]
     lines += [*speed(of_part(entries, "speed")), *curves(of_part(entries, "curves")), *long(of_part(entries, "long"))]
+    notes = [f"- `{key}`: {entry['note']}" for key, entry in entries.items() if "note" in entry]
+    if notes:
+        lines += ["", "## Notes", "", *notes]
     failed = {key: entry["failed"] for key, entry in entries.items() if "failed" in entry}
     if failed:
         lines += ["", "## Failed", ""]
-        lines += [f"- `{key}`: {reasons[0]}; {reasons[-1]}" for key, reasons in failed.items()]
+        lines += [f"- `{key}`: {reasons[0]}; {reasons[-1][:160]}" for key, reasons in failed.items()]
     return lines
 
 
@@ -187,7 +190,7 @@ def _curve_rows(done: Entries, model: str) -> Iterator[str]:
             )
 
 
-def band_of(gaps: Sequence[Gap] | Any) -> tuple[float, float] | None:
+def band_of(gaps: Iterable[Gap]) -> tuple[float, float] | None:
     """The largest difference, raw and smoothed; None without runs."""
     each = list(gaps)
     return (max(item.raw for item in each), max(item.smooth for item in each)) if each else None
