@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -74,7 +75,7 @@ def recompute(blocks: Sequence[nn.Module], modes: RecomputeMode | Sequence[Recom
 def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = _selective_contexts
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -83,6 +84,29 @@ def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode) -> Callable[
         return checkpoint(forward, *args, **options, **kwargs)
 
     return run
+
+
+def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """What a block runs in, forward and again."""
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return forward, _OnlyStored(again)
+
+
+class _OnlyStored(TorchDispatchMode):
+    """Asks torch's mode about stored operations alone; all others simply run.
+
+    Torch's mode insists that computing again calls nothing more often than the forward did. FSDP2's hooks on experts
+    inside the block do: they wait for other things, and open other profiler spans, in the backward.
+    """
+
+    def __init__(self, stored: TorchDispatchMode) -> None:
+        super().__init__()
+        self._stored = stored
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation in _saved_operations():
+            return self._stored.__torch_dispatch__(operation, types, args, kwargs)
+        return operation(*args, **(kwargs or {}))
 
 
 def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
