@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from paceline.config.load import resolve
 from paceline.data.indexed_writer import IndexedWriter
+from paceline.data.sidecar import Sidecar, write_sidecar
+from paceline.data.tokenizer import load_tokenizer
 from paceline.observe.events import StepRecord, read_metrics
 from paceline.observe.hooks import Hook, StepEnd
 from paceline.runtime.process import ProcessInfo
@@ -27,6 +29,29 @@ def write_dataset(prefix: Path, *, documents: int = 60, seed: int = 0) -> str:
         for _ in range(documents):
             start, stride = random.integers(1, VOCAB), random.integers(1, 4)
             writer.add_document((start + stride * np.arange(random.integers(20, 60))) % VOCAB)
+    return str(prefix)
+
+
+def write_text(prefix: Path, *, documents: int = 60, seed: int = 0) -> str:
+    """A dataset of bytes, with its tokenizer on record: letters in an order that depends on the document."""
+    random, tokenizer, tokens = np.random.default_rng(seed), load_tokenizer("byte"), 0
+    with IndexedWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
+        for _ in range(documents):
+            start, stride, length = random.integers(26), random.integers(1, 4), int(random.integers(20, 60))
+            writer.add_document(ord("a") + (start + stride * np.arange(length)) % 26)
+            tokens += length
+    assert tokenizer.eod_id is not None
+    sidecar = Sidecar(
+        tokenizer="byte",
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        eod_appended=False,
+        documents=documents,
+        tokens=tokens,
+        text_bytes=tokens,
+    )
+    write_sidecar(prefix, sidecar)
     return str(prefix)
 
 

@@ -82,7 +82,7 @@ def _local_losses(rank: int, world_size: int, dropout: float) -> list[float]:
     config = config_of(Job(sets=(f"model.dropout={dropout}", "optim.lr=1e-12"), micro=2))
     info = ProcessInfo(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
     parts = build_parts(config, resolve({}).registry, info, torch.device("cpu"))
-    parts.model.train()
+    parts.step.train()
     batch = global_batch(1, "none")
     losses: list[float] = []
     for number in (1, 2):

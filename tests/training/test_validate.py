@@ -66,15 +66,13 @@ def _evaluate(
             parts.engine.wait_for_weights()
         split = open_datasets(config, recipe.registry, train_samples=8).valid
         assert split is not None
-        evaluator = Evaluator(
-            config, split, task=parts.task, model=parts.model, mesh=parts.mesh, device=torch.device("cpu")
-        )
+        evaluator = Evaluator(config, split, staged=parts.staged, device=torch.device("cpu"))
         result = evaluator.run(batches, should_stop=lambda: False)
         assert result is not None
         found.append(asdict(result))
         # asked on one rank, heard on all
         assert evaluator.run(batches, should_stop=lambda: rank == world_size - 1) is None
-        assert parts.model.training
+        assert all(stage.training for stage in parts.stages)
     return found
 
 
