@@ -70,7 +70,7 @@ class Results:
 
 
 class Running:
-    """A job that has been started, in a session of its own."""
+    """A job that has been started, in a process group of its own."""
 
     def __init__(self, job: Job, work: Path, gpu: str, *, is_tiny: bool) -> None:
         self.job, self.began = job, time.monotonic()
@@ -89,7 +89,7 @@ class Running:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,
+            process_group=0,
         )
 
     def poll(self) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ class Running:
         return [item for item in self.arguments if not item.startswith(("--out=", "--set=run.dir="))]
 
     def stop(self) -> None:
-        """The launcher passes SIGTERM on; what is still there a while after is killed with its session."""
+        """The launcher passes SIGTERM on; what is still there a while after is killed."""
         for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
             try:
                 os.killpg(self.process.pid, number)
@@ -175,6 +175,23 @@ def run(jobs: Sequence[Job], results: Results, options: argparse.Namespace, gpus
     waiting = list(jobs)
     running: dict[Running, set[str]] = {}
     free = {str(index) for index in range(max(gpus, 2 if options.tiny else 1))}
+    # a call that is asked to end leaves nothing on the GPUs
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        work_through(waiting, running, free, end, results, options)
+    finally:
+        for each in running:
+            each.stop()
+
+
+def work_through(
+    waiting: list[Job],
+    running: dict[Running, set[str]],
+    free: set[str],
+    end: float,
+    results: Results,
+    options: argparse.Namespace,
+) -> None:
     while waiting or running:
         for each in list(running):
             if (entry := each.poll()) is not None:
