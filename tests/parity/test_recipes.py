@@ -26,6 +26,8 @@ TOGETHER = 12
 """Recipes of one world size that run in one call of the pool."""
 SECONDS = 40.0
 """For one recipe, on a busy machine; a hang is one that takes longer."""
+START = 120.0
+"""For new worker processes, which import torch first, on such a machine."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ def _compare(recipes: Sequence[Drawn], tally: Tally) -> list[str]:
 
 def _logs(recipes: Sequence[Drawn]) -> list[tuple[Log, list[Log]]]:
     """Of each recipe: what one process gives, and what each rank saw."""
-    patience = SECONDS * len(recipes)
+    patience = START + SECONDS * len(recipes)
     (alone,) = on_ranks(run_recipes, 1, [recipe.reference for recipe in recipes], timeout_seconds=patience)
     by_rank = on_ranks(run_recipes, recipes[0].ranks, [r.job for r in recipes], timeout_seconds=patience)
     return [(expected, [own[index] for own in by_rank]) for index, expected in enumerate(alone)]
