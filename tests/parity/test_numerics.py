@@ -76,6 +76,19 @@ def test_micro_batches_add_up_on_every_axis() -> None:
         assert max(errors.values()) <= EXACT, errors
 
 
+def test_router_losses_alone_do_not_depend_on_the_layout() -> None:
+    """Case 70: no main loss, coefficient 1. The gradient is there, and that of one process, whatever the axis."""
+    large = ("model.moe.aux_loss_coef=1.0", "model.moe.layer_period=1", "model.moe.layer_offset=0")
+    (alone,) = on_ranks(run_jobs, 1, [ALONE.job("moe", *large, micro=8, task="router")], timeout_seconds=SECONDS)
+    routers = [name for name in alone[0].gradients if name.endswith("router.weight")]
+    assert len(routers) == 4 and all(float(alone[0].gradients[name].norm()) > 1e-3 for name in routers)
+    texts = ("pp=2", "cp=2", "tp=2", "dp_shard=2", "ep=2 zero=3", "pp=2 pipeline_schedule=zbv stages_per_rank=2")
+    jobs = [layout(2, text).job("moe", *large, micro=2, task="router") for text in texts]
+    for text, log in zip(texts, on_ranks(run_jobs, 2, jobs, timeout_seconds=SECONDS)[0], strict=True):
+        errors = worst(log, alone[0])
+        assert max(errors.values()) <= EXACT, (text, errors)
+
+
 # ---- dropout (case 72)
 
 DROPPED = ("model.dropout=0.3", "model.attention_dropout=0.2", "optim.grad_clip=0")

@@ -36,6 +36,7 @@ class Tally:
     by_rule: Counter[str] = field(default_factory=Counter)
     run: list[Drawn] = field(default_factory=list)
     largest_error: float = 0.0
+    largest_in: str = ""
 
 
 def run_recipes(rank: int, world_size: int, jobs: Sequence[Job]) -> list[Log]:
@@ -76,7 +77,7 @@ def test_every_recipe_is_refused_or_trains_like_one_process(
     axes = Counter(recipe.axes for recipe in drawn.run)
     summary = (
         f"{drawn.refused} refused, {len(drawn.run)} run, by number of axes {dict(sorted(axes.items()))}, largest error "
-        f"{drawn.largest_error:.1e}"
+        f"{drawn.largest_error:.1e} ({drawn.largest_in})"
     )
     sys.stdout.write(f"{summary}\n")  # shown with -rP
     record_property("recipes", summary)
@@ -98,7 +99,9 @@ def _compare(recipes: Sequence[Drawn], tally: Tally) -> list[str]:
     failures = []
     for recipe, (expected, by_rank) in zip(recipes, found, strict=True):
         errors = worst(by_rank[0], expected)
-        tally.largest_error = max(tally.largest_error, *errors.values())
+        name = max(errors, key=lambda key: errors[key])
+        if errors[name] > tally.largest_error:
+            tally.largest_error, tally.largest_in = errors[name], f"{name}, recipe {recipe.index}"
         bad = {name: f"{value:.1e}" for name, value in errors.items() if not value <= EXACT}
         numbers = {(tuple(log.losses), tuple(log.norms), tuple(log.aux_losses)) for log in by_rank}
         if bad or len(numbers) > 1 or not all(by_rank[0].finite):
