@@ -40,7 +40,7 @@ def gradient_norm(
     """The global norm of the gradients that `engine.reduce_gradients()` has left in the main parameters.
 
     The gradients themselves are not touched: the update divides by `divisor` as it reads them, which saves a pass over
-    memory. Each rank's part is a norm in the gradients' precision; their squares are added in fp64, so that no number of
+    memory. Each rank's part is a norm in the gradients' precision; squares are added in fp64, so that no number of
     ranks rounds the sum, and the divisor of a run does not depend on its layout.
 
     Args:

@@ -31,7 +31,7 @@ class Totals:
             stats[name] = value if name not in stats else stats[name] + value
 
     def main_loss_sum(self, device: torch.device) -> Tensor:
-        """Scalar in the precision of the loss: the one that is reported, the next token's alone; 0 where there is none."""
+        """Scalar in the precision of the loss: the next token's, which is reported; 0 where there is none."""
         if not self.losses:
             return torch.zeros((), device=device)
         # with multi-token prediction the loss of the task holds more than the next token's
