@@ -49,7 +49,7 @@ class MuonRule:
     ``m = lerp(m, g, 1 - momentum)``, ``u = orthogonalize(lerp(g, m, momentum))`` (Nesterov),
     ``p = p (1 - lr decay) - lr sqrt(max(1, rows / columns)) u``.
 
-    Works in bf16 on a GPU and in the precision of main weights (fp32) on a CPU. A skipped step changes nothing, which is
+    Works in bf16 on a GPU and in the precision of main weights (fp32) on a CPU. A skipped step changes nothing; that is
     decided on the device.
 
     Args:
