@@ -102,7 +102,7 @@ def test_help_and_errors_of_a_recipe_do_not_wait_for_torch(tmp_path: Path) -> No
     for arguments, code in (
         (["train", "--help"], 0),
         (["train", str(recipe), "--set", "train.nothing=1"], 2),
-        (["train", str(recipe), "--set", "parallel.tp=2", "--nproc", "2"], 2),
+        (["train", str(recipe), "--set", "parallel.tp=3", "--nproc", "3"], 2),
         (["train", str(recipe), "--dry-run", "--nproc", "8"], 0),
         (["train", "--presets"], 0),
     ):
