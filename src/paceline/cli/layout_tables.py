@@ -92,7 +92,8 @@ def stages_table(config: RunConfig) -> Table:
                 units.percent(costs[stage] / sum(costs)),
             )
         )
-    slowest, mean = max(costs), sum(costs) / len(costs)
+    by_rank = [sum(costs[stage] for stage in stages_of_rank(parallel, rank)) for rank in range(parallel.pp)]
+    slowest, mean = max(by_rank), sum(by_rank) / len(by_rank)
     given = "as the recipe says" if parallel.pipeline_layout else "cut by cost"
     layout = ", ".join(str(len(blocks)) for blocks in stages)
     return table(
@@ -101,7 +102,7 @@ def stages_table(config: RunConfig) -> Table:
         title=f"Pipeline stages ({parallel.pipeline_schedule}), {given}",
         notes=(
             f"parallel.pipeline_layout = [{layout}]",
-            f"The slowest stage takes {units.percent(slowest / mean - 1)} longer than the mean.",
+            f"The slowest rank takes {units.percent(slowest / mean - 1)} longer than the mean.",
         ),
     )
 
@@ -143,7 +144,7 @@ def holdings_table(config: RunConfig, holdings: Holdings, memory: Sequence[Memor
     return table(
         ("pp", "ranks", ">parameters", ">least", *experts, ">states", ">activations", ">memory"),
         rows,
-        title="What each rank holds, before data parallelism shards it (parameters), and after (memory)",
+        title="What each rank holds: parameters before ZeRO shards them, memory after",
         notes=_sums(config, holdings),
     )
 

@@ -100,7 +100,7 @@ _BF16_SUMS = Option(
     name='`parallel.accumulate_dtype = "bf16"`',
     key="parallel.accumulate_dtype",
     on=lambda config: config.parallel.accumulate_dtype == "bf16",
-    off="parallel.reduce_dtype = 'bf16' instead",
+    off="parallel.accumulate_dtype = 'fp32'",
     layout=False,
 )
 _MUON = Option(
