@@ -172,7 +172,7 @@ def _schedules() -> str:
     lines = [
         "## Pipeline schedules",
         "",
-        "Every schedule takes any number of micro-batches; with fewer micro-batches than `parallel.pp`, some ranks idle.",
+        "Every schedule takes any number of micro-batches; with fewer than there are stages some ranks idle.",
         "",
         "| `parallel.pipeline_schedule` | `parallel.stages_per_rank` | why |",
         "| --- | --- | --- |",
