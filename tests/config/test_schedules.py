@@ -100,5 +100,8 @@ def test_a_schedule_without_a_pipeline_is_noted_and_stages_are_refused(
     assert note.severity == "note" and "does nothing" in note.subject
     (refused,) = findings(2, "parallel.stages_per_rank=2")
     assert refused.severity == "error" and "parallel.pp = 1" in refused.subject
+    assert findings(2, "model.num_layers=4", "parallel.pipeline_layout=[4]") == []
+    (refused,) = findings(2, "model.num_layers=4", "parallel.pipeline_layout=[3]")
+    assert "with all 4 layers" in refused.evidence
     (refused,) = findings(2, "parallel.pipeline_layout=[2, 2]")
     assert refused.severity == "error" and "[2, 2]" in refused.subject

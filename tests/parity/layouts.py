@@ -70,7 +70,7 @@ class Layout:
 
     def job(self, model: str, *more: str, **options: object) -> Job:
         sets = (*SHAPE, *MODELS[model], *(f"parallel.{item}" for item in self.sets), *more)
-        defaults = {"micro": 1, "steps": 3, "length": 16, "dtype": torch.float64}
+        defaults = {"micro": 2, "steps": 3, "length": 16, "dtype": torch.float64}
         return Job(sets=sets, **(defaults | options))  # type: ignore[arg-type]
 
 

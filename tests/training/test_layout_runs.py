@@ -315,3 +315,5 @@ def test_an_error_in_the_last_stage_alone_ends_the_run(data: tuple[str, str, str
     with pytest.raises(AssertionError, match=stage_faults.WORDS):
         on_ranks(_raises, 4, faulty(tmp_path / "run", data, "raise:3:99:3", "tp=2 pp=2"), timeout_seconds=200)
     assert time.monotonic() - began < 200
+    (log,) = (tmp_path / "run").rglob("rank_3.log")
+    assert stage_faults.WORDS in log.read_text() and "Traceback" in log.read_text()

@@ -94,11 +94,11 @@ def _without_stages(asked: Asked) -> Iterator[Finding]:
             "One rank that holds all layers has nothing to interleave.",
             "Set parallel.stages_per_rank = 1, or parallel.pp = 2 or more.",
         )
-    if len(parallel.pipeline_layout) > 1:
+    if parallel.pipeline_layout not in ((), (asked.config.model.num_layers,)):
         yield error(
             "config.layout-without-pipeline",
             f"parallel.pipeline_layout = {show(parallel.pipeline_layout)} with parallel.pp = 1",
-            "It gives the layers of each stage, and there is one.",
+            f"It gives the layers of each stage, and there is one, with all {asked.config.model.num_layers} layers.",
             "Leave parallel.pipeline_layout out, or set parallel.pp.",
         )
 

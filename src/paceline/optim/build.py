@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.pieces import ShardedValue
@@ -15,6 +16,7 @@ from paceline.optim.clip import GradientNorm, gradient_norm
 from paceline.optim.groups import ParameterGroup, describe_groups, parameter_groups
 from paceline.optim.lowbit import AdamW8bitRule
 from paceline.optim.muon import MuonRule
+from paceline.parallel.collectives import all_reduce
 from paceline.parallel.engine import Engine, MainParameter
 from paceline.parallel.mesh import ParallelMesh
 
@@ -129,9 +131,18 @@ def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | No
         # also on a rank that holds no part of a matrix: it takes part in the exchange
         matrices = next((group for group in groups if group.rule == "muon"), None)
         axes = () if mesh is None else (mesh["dp_shard_cp"], mesh["edp"])
-        dtype = next((parameter.param.dtype for parameter in parameters), None)
-        rules.append(MuonRule(config, matrices, axes, device, dtype))
+        rules.append(MuonRule(config, matrices, axes, device, _main_dtype(parameters, mesh, device)))
     rest = [group for group in groups if group.rule != "muon"]
     if rest:
         rules.append(AdamW8bitRule(config, rest) if config.name == "adamw8bit" else AdamWRule(config, rest))
     return Optimizer(config, engine, parameters, groups, rules, device)
+
+
+def _main_dtype(parameters: Sequence[MainParameter], mesh: ParallelMesh | None, device: torch.device) -> torch.dtype:
+    """Of main weights, on all ranks: one that holds none must put the same on the wire."""
+    doubles = torch.tensor(
+        float(any(parameter.param.dtype == torch.float64 for parameter in parameters)), device=device
+    )
+    if mesh is not None:
+        all_reduce(doubles, mesh["world"], "world/muon/dtype", op=dist.ReduceOp.MAX)
+    return torch.float64 if doubles else torch.float32

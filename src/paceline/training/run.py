@@ -21,6 +21,7 @@ from paceline.config.load import Recipe, dump_recipe
 from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
 from paceline.data.build import Datasets
+from paceline.errors import PacelineError
 from paceline.observe.events import RunFolder
 from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart
 from paceline.observe.progress import ProgressHook
@@ -123,7 +124,8 @@ class _Run:
         """Everything from the checkpoint to the summary."""
         try:
             opened = self._open()
-        except BaseException:
+        except BaseException as raised:
+            self._keep_trace(raised)
             self.manager.close()
             raise
         error: BaseException | None = None
@@ -135,11 +137,17 @@ class _Run:
             self._finish(opened, reason)
         except BaseException as raised:
             error = raised
+            self._keep_trace(raised)
             raise
         finally:
             opened.trainer.feed.close()
             opened.hooks.on_end(RunEnd(step=opened.trainer.progress.step, reason=reason, error=error))
         return opened.trainer.progress
+
+    def _keep_trace(self, error: BaseException) -> None:
+        """What nobody foresaw goes into this rank's log file: with a launcher that may be all that is left of it."""
+        if isinstance(error, Exception) and not isinstance(error, PacelineError):
+            log.error("the run ends here", exc_info=error, extra={"file_only": True})
 
     def _open(self) -> _Opened:
         checkpoint = self.manager.latest()
