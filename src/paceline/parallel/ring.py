@@ -28,7 +28,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 
 # operators take a group by name; only this finds it again (torch 2.11 - 2.13; its own functional collectives do so too)
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -171,7 +171,7 @@ def _count(axis: Axis, num_bytes: int, messages: int) -> None:
 # ---- the two operators
 
 
-@torch.library.custom_op("paceline::ring_attention", mutates_args=())
+@library.custom_op("paceline::ring_attention", mutates_args=())
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -215,7 +215,7 @@ RING_OPERATION: Any = torch.ops.paceline.ring_attention.default
 """For selective recompute: its output is stored, so that nothing travels twice."""
 
 
-@torch.library.custom_op("paceline::ring_attention_backward", mutates_args=())
+@library.custom_op("paceline::ring_attention_backward", mutates_args=())
 def ring_attention_backward(
     grad: Tensor,
     q: Tensor,
