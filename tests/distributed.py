@@ -9,10 +9,12 @@ hung is replaced, so one broken test does not take the next one with it.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -47,21 +49,23 @@ class _Worker:
 
 class _Pool:
     def __init__(self) -> None:
-        self.workers: list[_Worker] = []
+        self.workers: dict[int, _Worker] = {}
 
     def run(
         self, func: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_seconds: float
     ) -> list[Any]:
-        while len(self.workers) < world_size:
-            self.workers.append(_Worker())
-        team = self.workers[:world_size]
+        # a worker keeps its rank: torch remembers meshes by their ranks, with this process's place in them
+        for rank in range(world_size):
+            if rank not in self.workers:
+                self.workers[rank] = _Worker()
+        team = [self.workers[rank] for rank in range(world_size)]
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank, worker in enumerate(team):
-                worker.connection.send((func, rank, world_size, store, args, timeout_seconds))
+                _send(worker.connection, (func, rank, world_size, store, args, timeout_seconds))
             results, failure = self._collect(team, timeout_seconds)
         if failure:
-            self._replace(team)
+            self._stop(range(world_size))
             raise AssertionError(failure)
         return results
 
@@ -73,13 +77,14 @@ class _Pool:
             # after the first failure the others are most likely stuck in a collective: give them a moment, no more
             ready = wait(list(pending), timeout=2.0 if failures else timeout_seconds)
             if not ready:
-                failures.append(f"ranks {sorted(pending.values())} did not answer within {timeout_seconds:.0f} s")
+                after = "what others raised" if failures else f"{timeout_seconds:.0f} s"
+                failures.append(f"ranks {sorted(pending.values())} did not answer after {after}")
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 try:
-                    ok, value = connection.recv()
+                    ok, value = _receive(connection)
                 except EOFError:
                     failures.append(f"rank {rank} died")
                     continue
@@ -89,26 +94,34 @@ class _Pool:
                     failures.append(f"rank {rank} raised:\n{value}")
         return results, "\n".join(failures)
 
-    def _replace(self, team: list[_Worker]) -> None:
-        for worker in team:
-            worker.stop()
-            self.workers.remove(worker)
+    def _stop(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.workers.pop(rank).stop()
 
     def close(self) -> None:
-        self._replace(list(self.workers))
+        self._stop(list(self.workers))
+
+
+def _send(connection: Connection, value: object) -> None:
+    """By value: the library's own way shares memory, at the cost of an open file for each tensor."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
 
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            func, rank, world_size, store, args, timeout_seconds = connection.recv()
+            func, rank, world_size, store, args, timeout_seconds = _receive(connection)
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            connection.send((True, _call(func, rank, world_size, store, args, timeout_seconds)))
+            _send(connection, (True, _call(func, rank, world_size, store, args, timeout_seconds)))
         except BaseException:  # noqa: BLE001 - everything a test raises goes back to the test
-            connection.send((False, traceback.format_exc()))
+            _send(connection, (False, traceback.format_exc()))
 
 
 def _call(
@@ -130,6 +143,8 @@ def _call(
         return func(rank, world_size, *args)
     finally:
         dist.destroy_process_group()
+        # models hold their groups in circles; a group that is not freed keeps its threads and sockets
+        gc.collect()
 
 
 _POOL = _Pool()

@@ -6,6 +6,7 @@ coordinates.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -166,23 +167,31 @@ class FlatGroup:
         self._waiting = [len(bucket.slots) for bucket in self.layout.buckets]
 
     def _arrival_of(self, slot: Slot) -> Callable[[Tensor], None]:
+        # the collector does not see through a parameter's hooks: what one holds strongly would live as long as the
+        # process, and with this group every buffer and process group
+        this = weakref.ref(self)
         place = self._gradients.data[slot.start : slot.end].view(slot.shape)
 
         @torch.no_grad()
         def arrival(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
+            group = this()
             assert gradient is not None
-            assert slot.bucket >= self._started, f"{slot.name}: a gradient arrived after its bucket was sent"
-            if slot.name in self._seen:
-                place.add_(gradient)
-            else:
-                self._seen.add(slot.name)
-                place.copy_(gradient)
-            if self._waiting:
-                self._waiting[slot.bucket] -= 1
-                self._start_ready()
+            assert group is not None, f"{slot.name}: its engine is gone"
+            group._arrived(slot, place, gradient)
 
         return arrival
+
+    def _arrived(self, slot: Slot, place: Tensor, gradient: Tensor) -> None:
+        assert slot.bucket >= self._started, f"{slot.name}: a gradient arrived after its bucket was sent"
+        if slot.name in self._seen:
+            place.add_(gradient)
+        else:
+            self._seen.add(slot.name)
+            place.copy_(gradient)
+        if self._waiting:
+            self._waiting[slot.bucket] -= 1
+            self._start_ready()
 
     def _start_ready(self) -> None:
         while self._started < len(self._waiting) and self._waiting[self._started] == 0:
