@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from paceline.config.load import (
     differences,
@@ -76,6 +78,16 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(override: str, gue
         ("parallel.offload=parameters", "parallel.offload = 'parameters' needs parallel.zero = 3"),
         ("model.preset=lama3_8b", "llama3_8b"),
         ("data=corpus", "data = 'corpus' is not a section"),
+        ("parallel.tp=true", "parallel.tp = true: true and false are no values of this field"),
+        ("parallel.zero=false", "parallel.zero = false"),
+        ("optim.lr=true", "optim.lr = true"),
+        ("optim.betas=[true, 0.9]", "optim.betas = [true, 0.9]"),
+        ("model.moe.num_groups=true", "model.moe.num_groups = true"),
+        ("parallel.pipeline_layout=[true, 3]", "parallel.pipeline_layout = [true, 3]"),
+        ("parallel.tp=1.5", "parallel.tp = 1.5"),
+        ("parallel.recompute=ful", "Did you mean 'full'?"),
+        ("parallel.recompute=3", "parallel.recompute = 3 is no mode"),
+        ("parallel.recompute=[]", "names no mode"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_by_name(override: str, words: str) -> None:
@@ -83,6 +95,31 @@ def test_a_value_that_does_not_fit_is_refused_by_name(override: str, words: str)
         resolve({} if "." in override else {"data": "corpus"}, [override] if "." in override else [])
     assert words in str(error.value)
     assert error.value.next_step
+
+
+def test_an_unknown_way_to_recompute_is_told_the_modes_and_the_list_form() -> None:
+    for override in ("parallel.recompute=foo", 'parallel.recompute=["none", "foo"]'):
+        with pytest.raises(ConfigError, match="foo") as error:
+            resolve({}, [override])
+        assert "'none', 'selective', 'full'" in error.value.evidence
+        assert """--set 'parallel.recompute=["full", "none"]'""" in error.value.next_step
+
+
+def test_numbers_may_be_written_in_another_way_but_not_as_truth() -> None:
+    assert resolve({}, ["parallel.tp=2.0"]).config.parallel.tp == 2
+    assert resolve({}, ["parallel.compile=true"]).config.parallel.compile
+    for name, default in _numbers(RunConfig()):
+        with pytest.raises(ConfigError, match="true and false"):
+            resolve({}, [f"{name}={str(bool(default)).lower()}"])
+
+
+def _numbers(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", value
 
 
 @pytest.mark.parametrize("text", ["steps=3", "train.steps", "=3", "train.=3"])

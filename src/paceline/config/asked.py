@@ -89,4 +89,6 @@ def show(value: object) -> str:
     """A value as a recipe spells it."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else repr(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(show, value))}]"
+    return repr(value)

@@ -18,6 +18,7 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from paceline.config.asked import show
 from paceline.config.plugins import Registry, load_plugins
 from paceline.config.presets import preset
 from paceline.config.run import RunConfig
@@ -164,7 +165,7 @@ def _explain(error: ValidationError) -> ConfigError:
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     if unknown:
         return _unknown_key(unknown)
-    lines = [f"{_key(detail['loc'])} = {detail['input']!r}: {detail['msg'].lower()}" for detail in details]
+    lines = [f"{_key(detail['loc'])} = {show(detail['input'])}: {detail['msg'].lower()}" for detail in details]
     return ConfigError(
         lines[0],
         evidence="\n  ".join(lines[1:]),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config.base import Section
 from paceline.errors import ConfigError
@@ -103,6 +104,30 @@ class ParallelConfig(Section):
     def dp_degree(self, world_size: int) -> int:
         """Ranks that read different data: dp_replicate * dp_shard."""
         return self.dp_replicate * self.shard_degree(world_size)
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _known_modes(cls, value: Any) -> Any:
+        modes = get_args(RecomputeMode)
+        listed = isinstance(value, list | tuple)
+        unknown = [mode for mode in (value if listed else (value,)) if mode not in modes]
+        if not unknown and value:
+            return value
+        near = difflib.get_close_matches(str(unknown[0]), modes, n=1) if unknown else []
+        subject = f"parallel.recompute = {value!r} is no mode of recomputation"
+        if listed:
+            subject = (
+                f"parallel.recompute is a list with {unknown[0]!r}, which is no mode"
+                if unknown
+                else ("parallel.recompute = [] names no mode")
+            )
+        raise ConfigError(
+            subject,
+            evidence=f"The modes are {', '.join(map(repr, modes))}: one for all layers, or a list with one for each.",
+            next_step=(f"Did you mean {near[0]!r}? " if near else "")
+            + "For example: --set parallel.recompute=selective, or for two layers --set "
+            '\'parallel.recompute=["full", "none"]\'.',
+        )
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
