@@ -35,7 +35,7 @@ def test_batch_sizes_name_their_nearest_neighbours() -> None:
 def test_a_world_size_that_does_not_match_is_refused() -> None:
     error = refused(4, "parallel.dp_shard=3")
     assert "dp_shard 3" in error.subject and "4 ranks" in error.subject
-    assert "dp_shard = 4" in error.next_step
+    assert "--set parallel.dp_shard=4" in error.next_step
     assert "8 ranks" in refused(8, "parallel.dp_replicate=3").subject
 
 
@@ -56,7 +56,7 @@ def test_one_process_of_a_larger_layout_asks_for_the_launcher() -> None:
         ("train.precision=fp8", "train.precision = 'fp8'"),
         ("task.kind=dpo", "task.kind = 'dpo'"),
         ("train.seq_len=8192", "train.seq_len = 8192 is longer than model.max_seq_len = 4096"),
-        ('parallel.recompute=["full"]', "lists 1 layers, the model has 4"),
+        ('parallel.recompute=["full"]', "lists 1 layer, the model has 4"),
     ],
 )
 def test_refusals(override: str, words: str) -> None:

@@ -41,3 +41,26 @@ def test_a_pair_is_refused_and_each_way_out_works(findings: Callable[..., list[F
             key, _, value = option.off.partition(" = ")
             left = [finding for finding in findings(4, *CASES[id_], f"{key}={value}") if finding.severity == "error"]
             assert left == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "ways"),
+    [
+        (
+            ("parallel.pp=2", "parallel.pipeline_schedule=zbv", "parallel.stages_per_rank=2", "parallel.zero=3"),
+            ("parallel.pipeline_schedule=1f1b parallel.stages_per_rank=1", "parallel.zero=1"),
+        ),
+        (
+            ("parallel.accumulate_dtype=bf16", "parallel.zero=3", "parallel.offload=parameters"),
+            ("parallel.accumulate_dtype=fp32", "parallel.zero=1 parallel.offload=optimizer"),
+        ),
+    ],
+)
+def test_a_way_out_names_what_must_change_with_it(
+    findings: Callable[..., list[Finding]], texts: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    (refused,) = findings(4, *texts)
+    told = refused.next_step.replace(" = ", "=").replace("'", "").replace(" with ", " ")
+    for way in ways:
+        assert way in told
+        assert not [finding for finding in findings(4, *texts, *way.split()) if finding.severity == "error"]

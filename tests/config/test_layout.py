@@ -78,7 +78,7 @@ RULES = [
     ("config.etp-dense", 4, (), "etp=2", "etp=1", "etp = 2 without experts", "has none", "parallel.tp"),
     ("config.expert-ranks", 4, MOE, "ep=8", "ep=4", "= 8 does not divide the 4", "4 / pp 1", "1, 2, 4"),
     ("config.ep-experts", 12, MOE, "ep=3", "ep=2", "num_experts = 4", "whole experts", "1, 2, 4"),
-    ("config.etp-width", 4, (*MOE, "model.moe.ffn_size=6"), "etp=4", "etp=2", "ffn_size = 6", "equal part", "1, 2, 3"),
+    ("config.etp-width", 4, (*MOE, "model.moe.ffn_size=6"), "etp=4", "etp=2", "ffn_size = 6", "equal part", "1, 2 on"),
 ]
 
 

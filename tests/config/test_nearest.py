@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 
+import pytest
 from pydantic import ValidationError
 
 from paceline.config.check import check, refuse_errors
@@ -14,17 +15,17 @@ from paceline.config.load import resolve
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 
-DRAWN = 600
+DRAWN = 300
 SECONDS = 0.5
 """Of the processor. A check that proposes layouts takes milliseconds, one that finds none some ten."""
 
 
 def proposals(text: str) -> list[list[str]]:
     """The overrides of each layout that a refusal proposes."""
-    listed = text.partition("Nearest layouts that work on ")[2].partition(": ")[2]
+    listed = re.split(r"Nearest layouts? that works? on \d+ ranks?: |Or another layout: ", text + " ", maxsplit=1)[1:]
     return [
         [quoted or plain for quoted, plain in re.findall(r"--set (?:'([^']+)'|(\S+?)(?=[;.]?(?: |$|\n)))", part)]
-        for part in listed.split("; or ")
+        for part in "".join(listed).partition("\n")[0].split("; or ")
         if part
     ]
 
@@ -40,10 +41,66 @@ def test_an_explicit_shard_degree_is_mended_too(findings: Callable[..., list[Fin
     assert proposals(refused.next_step)[0] == ["parallel.tp=1", "parallel.dp_shard=8"]
 
 
-def test_nothing_is_proposed_where_nothing_works(findings: Callable[..., list[Finding]]) -> None:
+def test_where_no_layout_fits_the_batch_another_batch_is_proposed_with_it(
+    findings: Callable[..., list[Finding]],
+) -> None:
     refused = findings(5, "parallel.tp=5", "train.seq_len=1023", "train.global_batch_size=3")
-    assert all("Nearest" not in finding.next_step for finding in refused)
-    assert any("No layout near it works on 5 ranks" in finding.next_step for finding in refused)
+    (proposed,) = [found for finding in refused for found in proposals(finding.next_step)]
+    assert proposed == ["parallel.tp=1", "train.global_batch_size=5"]
+    (alone,) = findings(5, "train.global_batch_size=12")
+    assert "10 and 15" in alone.next_step and not proposals(alone.next_step)
+
+
+def test_what_no_layout_mends_is_set_right_beside_it() -> None:
+    texts = ["parallel.tp=3", "parallel.zero=3", "parallel.accumulate_dtype=bf16", "train.seq_len=5000"]
+    error = _refusal(texts, 2, "")
+    assert error is not None
+    assert proposals(error.next_step)[0] == [
+        *("parallel.tp=2", "train.seq_len=4096", "parallel.accumulate_dtype=fp32"),
+    ]
+    assert _refusal([*texts, *proposals(error.next_step)[0]], 2, "") is None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "words"),
+    [
+        (3, ["parallel.tp=2"], "runs on 2 or 4 ranks"),
+        (3, ["parallel.tp=2", "parallel.dp_shard=2"], "runs on 4 ranks"),
+        (1, ["parallel.tp=2", "parallel.dp_shard=2"], "Use --nproc 4,"),
+        (7, ["parallel.tp=2", "parallel.zero=3", "parallel.accumulate_dtype=bf16"], ""),
+        (8, ["parallel.tp=3"], ""),
+    ],
+)
+def test_so_many_ranks_are_named_only_where_the_recipe_runs_on_them(
+    world_size: int, overrides: list[str], words: str
+) -> None:
+    error = _refusal(overrides, world_size, "")
+    assert error is not None
+    assert words in error.next_step if words else "runs on" not in error.next_step
+
+
+def test_every_proposal_of_a_drawn_recipe_that_is_refused_passes_the_whole_check() -> None:
+    """Whatever else is wrong with it: proposals are put to the command as they are printed."""
+    draw, tried = random.Random(20261130), 0
+    while tried < 60:
+        overrides, world_size = _drawn(draw), draw.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 24])
+        overrides += draw.choice(
+            [
+                [],
+                ["parallel.zero=3", "parallel.accumulate_dtype=bf16"],
+                ["optim.name=adamw8bit", "parallel.offload=optimizer"],
+                ["train.seq_len=8192"],
+                ['parallel.recompute=["full"]', "model.num_layers=4"],
+                ["cluster.nodes=5"],
+                ["train.global_batch_size=7"],
+            ]
+        )
+        error = _refusal(overrides, world_size, f"{world_size} ranks, {overrides}")
+        found = proposals(error.next_step) if error else []
+        tried += bool(found)
+        for proposed in found:
+            again = _refusal([*overrides, *proposed], world_size, "")
+            assert again is None, f"{world_size} ranks, {overrides}: {proposed} is refused: {again}"
 
 
 def test_thousands_of_ranks_are_answered_soon() -> None:
@@ -68,10 +125,9 @@ def test_whatever_is_drawn_is_fine_or_refused_and_proposals_work() -> None:
             continue
         counts["refused"] += 1
         assert error.subject and error.next_step, case
-        alone = _layout_alone(overrides)
         for proposed in proposals(error.next_step):
             counts["proposed"] += 1
-            again = _refusal([*alone, *proposed], world_size, case)
+            again = _refusal([*overrides, *proposed], world_size, case)
             assert again is None, f"{case}: {proposed} is refused: {again}"
     assert min(counts.values()) > DRAWN // 30, counts
 
@@ -88,12 +144,6 @@ def _refusal(overrides: list[str], world_size: int, case: str) -> ConfigError | 
     except ValidationError as error:
         raise AssertionError(f"{case}: {error}") from error
     return None
-
-
-def _layout_alone(overrides: list[str]) -> list[str]:
-    """Without what no layout mends: a proposal is about the layout."""
-    others = ("parallel.offload", "parallel.accumulate_dtype", "parallel.recompute")
-    return [text for text in overrides if not text.startswith(others)]
 
 
 def _drawn(draw: random.Random) -> list[str]:

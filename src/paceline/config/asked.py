@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.config.model import FeedForwardSpec, ModelConfig
 from paceline.config.parallel import ParallelConfig
@@ -37,6 +40,15 @@ class Asked:
     def with_parallel(self, parallel: ParallelConfig) -> Asked:
         """The same model on the same ranks in another layout."""
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Asked:
+        """The same model and ranks with other values, by dotted key: ``{"train.seq_len": 64}``. Widths stay."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        updated = {name: getattr(self.config, name).model_copy(update=values) for name, values in sections.items()}
+        return replace(self, config=self.config.model_copy(update=updated))
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -76,7 +88,8 @@ def error(id_: str, subject: str, evidence: str, next_step: str) -> Finding:
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, in order."""
-    return [value for value in range(1, number + 1) if number % value == 0]
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return [*small, *(number // value for value in reversed(small) if value * value != number)]
 
 
 def listed(values: list[int]) -> str:

@@ -7,6 +7,7 @@ by name, in `_not_yet`, and nowhere else. The rules of layouts are in files of t
     schedules    layers and stages against the pipeline schedule
     exclusions   the table of options that do not go together
     locality     groups of ranks that cross machines
+    refusals     all that refuses, together
     nearest      which layouts close by would work
 """
 
@@ -16,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.config.asked import Asked, error
-from paceline.config.exclusions import exclusions
 from paceline.config.layout import batch, layout_errors
-from paceline.config.locality import cluster_size, locality
-from paceline.config.nearest import nearest_sentence
+from paceline.config.locality import locality
+from paceline.config.nearest import nearest_layouts, nearest_sentence
 from paceline.config.plugins import Registry
+from paceline.config.refusals import others, refusals
 from paceline.config.run import RunConfig
 from paceline.config.schedules import few_micro_batches, idle_schedule
 from paceline.errors import ConfigError
@@ -42,14 +43,9 @@ def check(config: RunConfig, registry: Registry, world_size: int) -> list[Findin
         return missing
     asked = Asked.of(config, world_size)
     _refuse_world_size(asked)
-    refused = _layout(asked)
+    refused = _refused(asked)
     return [
-        *_lengths(config),
-        *_recompute(config),
-        *batch(asked),
         *refused,
-        *exclusions(config, of_layout=False),
-        *cluster_size(asked),
         *(locality(asked) if not refused else ()),
         *idle_schedule(asked),
         *few_micro_batches(asked),
@@ -73,19 +69,38 @@ def _refuse_world_size(asked: Asked) -> None:
     try:
         asked.parallel.shard_degree(asked.world_size)
     except ConfigError as problem:
-        near = nearest_sentence(asked) if asked.world_size > 1 else ""
-        raise ConfigError(
-            problem.subject, evidence=problem.evidence, next_step=f"{problem.next_step} {near}".strip()
-        ) from None
+        steps = (_start_so_many(asked), nearest_sentence(asked))
+        raise ConfigError(problem.subject, evidence=problem.evidence, next_step=" ".join(filter(None, steps))) from None
 
 
-def _layout(asked: Asked) -> list[Finding]:
-    """What forbids the layout; the first of them names the nearest layouts that work."""
-    errors = list(layout_errors(asked))
-    if not errors:
-        return []
-    first, *rest = errors
-    return [replace(first, next_step=f"{first.next_step} {nearest_sentence(asked)}".strip()), *rest]
+def _start_so_many(asked: Asked) -> str:
+    """The numbers of ranks next to the one asked for on which the recipe runs as it is; empty if there are none."""
+    parallel = asked.parallel
+    copy = parallel.model_ranks * parallel.dp_replicate * max(1, parallel.dp_shard)
+    below = asked.world_size // copy * copy
+    sizes = [copy] if parallel.dp_shard else sorted({copy, below, below + copy} - {0})
+    fit = [size for size in sizes if next(refusals(replace(asked, world_size=size)), None) is None]
+    if not fit:
+        return ""
+    if asked.world_size == 1:
+        return f"Was it started without a launcher? Use --nproc {fit[0]}, torchrun or srun."
+    return f"As it is, the recipe runs on {' or '.join(map(str, fit))} ranks."
+
+
+def _refused(asked: Asked) -> list[Finding]:
+    """All errors; the first that another layout mends names the nearest layouts that work."""
+    unmended = list(others(asked))
+    portions, misfits = list(batch(asked)), list(layout_errors(asked))
+    if misfits:
+        misfits[0] = _with(misfits[0], nearest_sentence(asked))
+    elif portions:
+        near = nearest_layouts(asked, keep_batch=True)
+        portions[0] = _with(portions[0], f"Or another layout: {'; or '.join(near)}." if near else "")
+    return [*unmended, *portions, *misfits]
+
+
+def _with(finding: Finding, more: str) -> Finding:
+    return replace(finding, next_step=f"{finding.next_step} {more}".strip())
 
 
 def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
@@ -113,29 +128,6 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
             f"task.kind = {config.task.kind!r} is not available",
             f"This version and its plugins know: {', '.join(kinds)}.",
             "Set task.kind = 'pretrain', or register the task in a plugin (run.plugins).",
-        )
-
-
-def _lengths(config: RunConfig) -> Iterator[Finding]:
-    seq_len, longest = config.train.seq_len, config.model.max_seq_len
-    if seq_len > longest:
-        yield error(
-            "config.seq-len",
-            f"train.seq_len = {seq_len} is longer than model.max_seq_len = {longest}",
-            "The model's positions are made for max_seq_len tokens.",
-            f"Set train.seq_len = {longest}, or raise model.max_seq_len"
-            + (" (with model.rope_scaling)." if config.model.position == "rope" else "."),
-        )
-
-
-def _recompute(config: RunConfig) -> Iterator[Finding]:
-    modes, layers = config.parallel.recompute, config.model.num_layers
-    if not isinstance(modes, str) and len(modes) != layers:
-        yield error(
-            "config.recompute",
-            f"parallel.recompute lists {len(modes)} layers, the model has {layers}",
-            "A list names the mode of each layer.",
-            "Give one entry a layer, or one mode for all.",
         )
 
 

@@ -5,8 +5,10 @@ What depends on sizes (heads that divide, lengths, layers) is in `layout.py` and
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.config.asked import error, show
 from paceline.config.run import RunConfig
@@ -23,15 +25,28 @@ class Option:
     """The field whose value the message shows."""
     on: Callable[[RunConfig], bool]
     off: str
-    """The nearest value that switches it off: ``"parallel.tp = 1"``."""
+    """The nearest value that switches it off, as in TOML: ``"parallel.tp = 1"``."""
     layout: bool = True
     """Whether another way to spread the model could do without it."""
+    beside: Callable[[RunConfig], str] = lambda config: ""
+    """What else must then change, given the rest of the recipe: ``"parallel.stages_per_rank = 1"``."""
+
+    def way_out(self, config: RunConfig) -> str:
+        """How to switch it off in this recipe."""
+        beside = self.beside(config)
+        return f"{self.off} with {beside}" if beside else self.off
 
     def spelled(self, config: RunConfig) -> str:
         value: object = config
         for name in self.key.split("."):
             value = getattr(value, name)
         return f"{self.key} = {show(value)}"
+
+    @property
+    def switched_off(self) -> dict[str, Any]:
+        """`off` as a value by its dotted key."""
+        key, _, value = self.off.partition(" = ")
+        return {key: tomllib.loads(f"value = {value}")["value"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +60,9 @@ class Exclusion:
     @property
     def of_layout(self) -> bool:
         return any(option.layout for option in self.options)
+
+    def met(self, config: RunConfig) -> bool:
+        return all(option.on(config) for option in self.options)
 
 
 def _split_backward(config: RunConfig) -> bool:
@@ -74,6 +92,7 @@ _SPLIT_BACKWARD = Option(
     key="parallel.pipeline_schedule",
     on=_split_backward,
     off="parallel.pipeline_schedule = '1f1b'",
+    beside=lambda config: "parallel.stages_per_rank = 1" if config.parallel.stages_per_rank > 1 else "",
 )
 _FSDP = Option(
     name="`parallel.zero` 2 and 3",
@@ -81,6 +100,7 @@ _FSDP = Option(
     on=lambda config: config.parallel.zero >= 2,
     off="parallel.zero = 1",
     layout=False,
+    beside=lambda config: "parallel.offload = 'optimizer'" if config.parallel.offload == "parameters" else "",
 )
 _COMPILE = Option(
     name="`parallel.compile`",
@@ -172,12 +192,12 @@ EXCLUSIONS = (
 def exclusions(config: RunConfig, *, of_layout: bool) -> Iterator[Finding]:
     """The rows of the table that this recipe meets: those that another layout avoids, or the others."""
     for row in EXCLUSIONS:
-        if row.of_layout != of_layout or not all(option.on(config) for option in row.options):
+        if row.of_layout != of_layout or not row.met(config):
             continue
         first, second = row.options
         yield error(
             row.id,
             f"{first.spelled(config)} does not go with {second.spelled(config)}",
             row.because,
-            f"Set {first.off}, or {second.off}.",
+            f"Set {first.way_out(config)}, or {second.way_out(config)}.",
         )

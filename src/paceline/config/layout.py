@@ -31,15 +31,29 @@ def batch(asked: Asked) -> Iterator[Finding]:
     micro, whole = train.micro_batch_size, train.global_batch_size
     portion = micro * dp
     if whole % portion:
-        below = whole // portion * portion
-        nearest = [str(value) for value in (below, below + portion) if value]
+        nearest = _batches(whole, portion)
+        smaller = [size for size in divisors(micro) if whole % (size * dp) == 0]
         yield error(
             "config.batch",
             f"train.global_batch_size = {whole} is not a multiple of micro_batch_size {micro} x {dp} "
             f"data-parallel ranks = {portion}",
             "Every rank computes the same number of micro-batches in a step.",
-            f"The nearest global batch size{'s are' if len(nearest) > 1 else ' is'} {' and '.join(nearest)}.",
+            f"The nearest global batch size{'s are' if len(nearest) > 1 else ' is'} "
+            f"{' and '.join(map(str, nearest))}."
+            + (f" Or set train.micro_batch_size = {smaller[-1]}." if smaller else ""),
         )
+
+
+def nearest_batch(asked: Asked) -> int:
+    """The global batch size next to the recipe's that `batch` admits; the larger one of two."""
+    whole, portion = asked.config.train.global_batch_size, asked.config.train.micro_batch_size
+    portion *= asked.parallel.dp_degree(asked.world_size)
+    return min(reversed(_batches(whole, portion)), key=lambda value: abs(value - whole))
+
+
+def _batches(whole: int, portion: int) -> list[int]:
+    below = whole // portion * portion
+    return [value for value in (below, below + portion) if value]
 
 
 # ---- tensor parallel
@@ -54,16 +68,14 @@ def tensor(asked: Asked) -> Iterator[Finding]:
             "config.tp-heads",
             f"parallel.tp = {tp} does not divide model.num_heads = {model.num_heads}",
             f"Each tensor-parallel rank computes whole heads. {_head_choices(asked)}",
-            f"{_largest_tp(asked)} Pipeline stages (parallel.pp) and data parallelism (parallel.dp_shard) take the "
-            "other ranks.",
+            _largest_tp(asked),
         )
     elif not _kv_fit(asked, tp):
         yield error(
             "config.tp-kv-heads",
             f"neither of parallel.tp = {tp} and model.num_kv_heads = {model.kv_heads} divides the other",
             f"Each rank needs whole KV heads, or each KV head a whole run of ranks. {_head_choices(asked)}",
-            f"{_largest_tp(asked)} Pipeline stages (parallel.pp) and data parallelism (parallel.dp_shard) take the "
-            "other ranks.",
+            _largest_tp(asked),
         )
     for width in asked.dense_widths:
         if width.size % tp:
@@ -117,8 +129,15 @@ def tensor_degrees(asked: Asked) -> list[int]:
 
 
 def _largest_tp(asked: Asked) -> str:
-    below = [tp for tp in tensor_degrees(asked) if tp < asked.parallel.tp]
-    return f"The next smaller that fits is parallel.tp = {below[-1] if below else 1}."
+    """Of the degrees that fit the model those that also divide the ranks, with the other axes as they are."""
+    others = asked.parallel.model_ranks // asked.parallel.tp * asked.parallel.dp_replicate
+    below = [tp for tp in tensor_degrees(asked) if tp < asked.parallel.tp and asked.world_size % (others * tp) == 0]
+    if not below or below[-1] == 1:
+        return "No smaller one but parallel.tp = 1 fits the model and the ranks."
+    return (
+        f"The next smaller that fits is parallel.tp = {below[-1]}. Pipeline stages (parallel.pp) and data parallelism "
+        "(parallel.dp_shard) can take the other ranks."
+    )
 
 
 # ---- the sequence over tp and cp
@@ -146,7 +165,7 @@ def sequence(asked: Asked) -> Iterator[Finding]:
         "config.sequence-parts",
         f"train.seq_len = {seq_len} is not a multiple of {unit} (for {degrees})",
         f"{because[0].upper()}{because[1:]}.",
-        f"The nearest lengths are {' and '.join(map(str, nearest))}."
+        f"The nearest length{'s are' if len(nearest) > 1 else ' is'} {' and '.join(map(str, nearest))}."
         if nearest
         else f"No length up to model.max_seq_len = {asked.model.max_seq_len} is; take smaller degrees.",
     )
@@ -168,13 +187,15 @@ def heads_over_context(asked: Asked) -> Iterator[Finding]:
         return
     local = heads // parallel.tp
     if local % parallel.cp:
-        fit = [cp for cp in divisors(local) if cp < parallel.cp]
+        others = parallel.tp * parallel.pp * parallel.dp_replicate
+        fit = [cp for cp in divisors(local) if cp < parallel.cp and asked.world_size % (others * cp) == 0]
         yield error(
             "config.ulysses-heads",
             f"parallel.cp = {parallel.cp} with parallel.cp_method = 'ulysses' does not divide the {local} heads of a "
             "rank",
             f"model.num_heads = {heads} over parallel.tp = {parallel.tp}; all-to-all deals heads out over cp.",
-            f"Set parallel.cp_method = 'ring', which does not cut heads, or parallel.cp = {fit[-1]}.",
+            "Set parallel.cp_method = 'ring', which does not cut heads"
+            + (f", or parallel.cp = {fit[-1]}." if fit else "."),
         )
 
 
@@ -197,23 +218,32 @@ def experts(asked: Asked) -> Iterator[Finding]:
     if ranks % product:
         yield error(
             "config.expert-ranks",
-            f"parallel.ep * parallel.etp = {parallel.ep} * {parallel.etp} = {product} does not divide the {ranks} "
-            "ranks of a pipeline stage",
+            f"parallel.ep * parallel.etp = {parallel.ep} * {parallel.etp} = {product} does not divide the "
+            f"{ranks} rank{'s' * (ranks > 1)} of a pipeline stage",
             f"Experts are spread over all ranks that work on the same layers: {asked.world_size} / pp {parallel.pp}.",
-            f"Their product may be {listed(divisors(ranks))}.",
+            f"Their product may be {listed(divisors(ranks))}."
+            if ranks > 1
+            else "Set both to 1, or take fewer pipeline stages.",
         )
     if model.num_experts % parallel.ep:
         yield error(
             "config.ep-experts",
             f"parallel.ep = {parallel.ep} does not divide model.num_experts = {model.num_experts}",
             "Each rank holds the same number of whole experts.",
-            f"parallel.ep may be {listed(divisors(model.num_experts))}.",
+            _expert_degrees("ep", model.num_experts, ranks // math.gcd(ranks, parallel.etp)),
         )
     if asked.expert_width.size % parallel.etp:
-        fit = [etp for etp in divisors(asked.expert_width.size) if etp <= ranks]
         yield error(
             "config.etp-width",
             f"parallel.etp = {parallel.etp} does not divide {asked.expert_width.key} = {asked.expert_width.size}",
             "Each rank computes an equal part of an expert's width.",
-            f"parallel.etp may be {listed(fit)}.",
+            _expert_degrees("etp", asked.expert_width.size, ranks // math.gcd(ranks, parallel.ep)),
         )
+
+
+def _expert_degrees(axis: str, units: int, ranks: int) -> str:
+    """What divides both the experts, or their width, and the ranks that the other expert axis leaves."""
+    fit = divisors(math.gcd(units, ranks))
+    if fit == [1]:
+        return f"On this many ranks only parallel.{axis} = 1 does."
+    return f"parallel.{axis} may be {listed(fit)} on this many ranks."

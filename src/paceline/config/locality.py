@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from paceline.config.asked import Asked, divisors, error, listed
+from paceline.config.asked import Asked, error, listed
+from paceline.config.layout import tensor_degrees
 from paceline.report.finding import Finding
 
 
@@ -57,8 +58,7 @@ def locality(asked: Asked) -> Iterator[Finding]:
                 subject=f"parallel.{axis} = {getattr(parallel, axis)} crosses nodes of cluster.gpus_per_node = "
                 f"{per_node}",
                 evidence=f"It moves {what} between nodes.",
-                next_step=f"A group inside a node is faster: a smaller parallel.{axis} or parallel.tp, or another "
-                "parallel.order.",
+                next_step=f"Inside a node it would be faster: {_smaller(asked, axis)}.",
             )
 
 
@@ -66,7 +66,20 @@ def _keep_inside(asked: Asked) -> str:
     parallel, per_node = asked.parallel, asked.config.cluster.gpus_per_node
     if parallel.order[-1] != "tp" and per_node % parallel.tp == 0:
         return "Put tp last in parallel.order: neighbouring ranks differ in the last axis."
-    return f"tp inside a node may be {listed(divisors(per_node))}; parallel.pp may cross nodes."
+    inside = [tp for tp in tensor_degrees(asked) if per_node % tp == 0]
+    return f"Inside a node parallel.tp may be {listed(inside)}; parallel.pp may cross nodes."
+
+
+def _smaller(asked: Asked, axis: str) -> str:
+    """The largest degree whose groups fit a node, with the axis that lies inside it as it is."""
+    inner, per_node = "etp" if axis == "ep" else "tp", asked.config.cluster.gpus_per_node
+    degree: int = getattr(asked.parallel, inner)
+    limit = per_node // degree
+    if limit < 1:
+        return f"parallel.{inner} = {degree} fills more than one already"
+    if getattr(asked.parallel, axis) <= limit:
+        return "its groups would fit; look at parallel.order and cluster.gpus_per_node"
+    return f"parallel.{axis} up to {limit}" + (f" beside parallel.{inner} = {degree}" if degree > 1 else "")
 
 
 def dense_groups(asked: Asked, axes: tuple[str, ...]) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Which layouts close to the one asked for would work? A small search over the same rules that refuse.
 
 A layout is a choice along each axis; its distance is the number of doublings or halvings from what was asked for. The
-search takes layouts in the order of distance and stops at the third that passes.
+search takes layouts in the order of distance and stops at the third that passes. What no layout mends is set right
+beside it, and the global batch where no layout fits it: whatever is proposed passes every rule.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from paceline.config.asked import Asked, divisors
-from paceline.config.layout import batch, layout_errors
+from paceline.config.layout import nearest_batch
 from paceline.config.parallel import ParallelConfig
+from paceline.config.refusals import mends, refusals
+from paceline.config.run import RunConfig
 from paceline.config.schedules import SCHEDULES
 
 SHOWN = 3
@@ -35,30 +39,41 @@ class Choice:
     """By how much the choice multiplies the ranks that one copy of the model takes."""
 
 
-def nearest_layouts(asked: Asked) -> list[str]:
-    """Up to three layouts on the same ranks that work, nearest first, each as the ``--set``s that lead to it."""
+def nearest_layouts(asked: Asked, *, keep_batch: bool = False) -> list[str]:
+    """Up to three layouts on the same ranks that work, nearest first, each as the ``--set``s that lead to it.
+
+    Args:
+        keep_batch: none that needs another `train.global_batch_size`.
+    """
+    others = mends(asked)
+    base = asked.with_changes(others)
     found: list[str] = []
-    for fields in _candidates(asked):
-        if _works(asked, fields):
-            text = _as_sets(asked.parallel, fields)
-            if text and text not in found:
-                found.append(text)
+    with_batch: list[str] = []
+    for fields in _candidates(base):
+        other = base.with_parallel(base.parallel.model_copy(update=fields))
+        refused = {finding.id for finding in islice(refusals(other), 2)}
+        if refused - {"config.batch"}:
+            continue
+        changes = {f"parallel.{name}": value for name, value in fields.items()} | others
+        if refused:
+            changes["train.global_batch_size"] = nearest_batch(other)
+        proposals = with_batch if refused else found
+        text = _as_sets(asked.config, changes)
+        if text and text not in proposals:
+            proposals.append(text)
         if len(found) == SHOWN:
             break
-    return found
+    return found or ([] if keep_batch else with_batch[:SHOWN])
 
 
 def nearest_sentence(asked: Asked) -> str:
     """For the end of a refusal: what works on the same ranks."""
-    found = nearest_layouts(asked)
+    found, ranks = nearest_layouts(asked), f"{asked.world_size} rank{'s' * (asked.world_size > 1)}"
     if not found:
-        return f"No layout near it works on {asked.world_size} rank{'s' * (asked.world_size > 1)}."
-    return f"Nearest layouts that work on {asked.world_size} ranks: {'; or '.join(found)}."
-
-
-def _works(asked: Asked, fields: Fields) -> bool:
-    other = asked.with_parallel(asked.parallel.model_copy(update=fields))
-    return next(batch(other), None) is None and next(layout_errors(other), None) is None
+        return f"No layout near it works on {ranks}."
+    return (
+        f"Nearest layout{'s' * (len(found) > 1)} that work{'s' * (len(found) == 1)} on {ranks}: {'; or '.join(found)}."
+    )
 
 
 def _candidates(asked: Asked) -> Iterator[Fields]:
@@ -137,10 +152,11 @@ def _pipelines(parallel: ParallelConfig) -> list[Choice]:
     return [Choice(fields=dict(zip(names, plan, strict=True)), distance=distance) for plan, distance in plans.items()]
 
 
-def _as_sets(parallel: ParallelConfig, fields: Fields) -> str:
+def _as_sets(config: RunConfig, changes: dict[str, Any]) -> str:
     """What differs, as the command line takes it."""
     parts = []
-    for name, value in fields.items():
-        if value != getattr(parallel, name):
-            parts.append("--set 'parallel.pipeline_layout=[]'" if value == () else f"--set parallel.{name}={value}")
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if value != getattr(getattr(config, section), name):
+            parts.append(f"--set '{key}=[]'" if value == () else f"--set {key}={value}")
     return " ".join(parts)

@@ -88,17 +88,15 @@ class ParallelConfig(Section):
             if (value := getattr(self, name)) > 1 or name == "dp_shard"
         )
         fit = (
-            f"parallel.dp_shard = {world_size // fixed} fits."
+            f"parallel.dp_shard = {world_size // fixed} fits; 0 takes whatever is left."
             if world_size % fixed == 0
-            else f"Start {fixed} ranks, or a multiple of it, with parallel.dp_shard = 0."
+            else f"tp * pp * cp * dp_replicate must divide {world_size}."
         )
-        if world_size == 1:
-            fit = f"Was it started without a launcher? Use --nproc {fixed}, torchrun or srun."
         raise ConfigError(
             f"the recipe asks for {asked}, which does not make the {world_size} rank{'s' * (world_size > 1)} that "
             f"{'were' if world_size > 1 else 'was'} started",
             evidence=f"tp * pp * cp * dp_replicate = {fixed}; times dp_shard it must be the world size.",
-            next_step=f"{fit} dp_shard = 0 takes whatever is left.",
+            next_step=fit,
         )
 
     def dp_degree(self, world_size: int) -> int:

@@ -48,9 +48,11 @@ def pipeline(asked: Asked) -> Iterator[Finding]:
     if asked.parallel.pp == 1:
         yield from _without_stages(asked)
         return
-    yield from _stages_per_rank(asked)
-    yield from _enough_layers(asked)
-    yield from _pipeline_layout(asked)
+    misfit = list(_stages_per_rank(asked))
+    yield from misfit
+    if not misfit:  # first the right number of stages, then whether there are layers for them
+        yield from _enough_layers(asked)
+        yield from _pipeline_layout(asked)
 
 
 def idle_schedule(asked: Asked) -> Iterator[Finding]:
@@ -78,10 +80,11 @@ def few_micro_batches(asked: Asked) -> Iterator[Finding]:
         id="config.few-micro-batches",
         severity="warning",
         subject=f"{count} micro-batch{'es' * (count > 1)} a step for parallel.pp = {parallel.pp} pipeline ranks",
-        evidence=f"1F1B idles (pp - 1) / (micro-batches + pp - 1) = {idle:.0%} of the time; no schedule fills it.",
-        next_step=f"Raise train.global_batch_size to {portion * parallel.pp} or more"
-        + (", lower train.micro_batch_size," if train.micro_batch_size > 1 else "")
-        + " or lower parallel.pp.",
+        evidence="Ranks wait while the pipeline fills and empties: with 1F1B (pp - 1) / (micro-batches + pp - 1) = "
+        f"{idle:.0%} of the time; no schedule fills so few.",
+        next_step=f"Raise train.global_batch_size to {portion * parallel.pp} or more, "
+        + ("lower train.micro_batch_size, " if train.micro_batch_size > 1 else "")
+        + "or lower parallel.pp.",
     )
 
 
@@ -92,7 +95,7 @@ def _without_stages(asked: Asked) -> Iterator[Finding]:
             "config.stages-without-pipeline",
             f"parallel.stages_per_rank = {parallel.stages_per_rank} with parallel.pp = 1",
             "One rank that holds all layers has nothing to interleave.",
-            "Set parallel.stages_per_rank = 1, or parallel.pp = 2 or more.",
+            "Set parallel.stages_per_rank = 1" + (", or parallel.pp = 2 or more." if asked.world_size > 1 else "."),
         )
     if parallel.pipeline_layout not in ((), (asked.config.model.num_layers,)):
         yield error(
@@ -126,8 +129,26 @@ def _enough_layers(asked: Asked) -> Iterator[Finding]:
             "config.few-layers",
             f"model.num_layers = {layers} is fewer than the {product}{parallel.stages} pipeline stages",
             "Each stage holds one layer or more; stages need not be equally long.",
-            f"parallel.pp may be up to {max(1, layers // parallel.stages_per_rank)}.",
+            _fewer_stages(asked),
         )
+
+
+def _fewer_stages(asked: Asked) -> str:
+    """Ways to no more stages than layers, of those that the schedule admits."""
+    layers, parallel = asked.model.num_layers, asked.parallel
+    least = SCHEDULES[parallel.pipeline_schedule].min_stages_per_rank
+    most_ranks, most_stages = layers // parallel.stages_per_rank, layers // parallel.pp
+    ways = []
+    if most_ranks > 1:
+        ways.append(f"parallel.pp may be up to {most_ranks}")
+    if parallel.stages_per_rank > most_stages >= least:
+        ways.append(f"parallel.stages_per_rank up to {most_stages}")
+    if parallel.stages_per_rank > 1 and layers >= parallel.pp:
+        ways.append("parallel.pipeline_schedule = '1f1b' with parallel.stages_per_rank = 1 fits")
+    if not ways:
+        alone = "the model has one layer" if layers == 1 else "there are too few layers for a pipeline like this"
+        return f"Set parallel.pp = 1 (and parallel.stages_per_rank = 1): {alone}."
+    return f"{'; or '.join(ways)}."
 
 
 def _pipeline_layout(asked: Asked) -> Iterator[Finding]:
