@@ -57,6 +57,10 @@ def test_one_json_line_with_consistent_numbers(
     assert record["tflops_per_gpu"] == pytest.approx(tokens * flops / record["step_seconds"] / 1e12)
     assert record["fraction_of_gemm"] == pytest.approx(record["tflops_per_gpu"] / record["sustained_gemm_tflops"])
     assert record["mfu"] is None and record["peak_tflops"] is None, "a CPU has no peak in the table"
+    assert record["gemm_dtype"] == "float32" and record["sustained_bf16_gemm_tflops"] is None
+    assert record["tokens_per_joule"] is None, "a CPU does not count its energy here"
+    phases = record["start_up_seconds"]
+    assert list(phases) == ["imports", "process group", "mesh", "model", "loader and hooks", "first step"]
     assert record["recipe"]["data"]["train"] == "synthetic" and record["recipe"]["train"]["steps"] == 6
     assert record["versions"]["torch"] == torch.__version__
     assert "sustained GEMM" in captured.err
@@ -114,3 +118,8 @@ def test_gemm_counts_what_it_multiplied() -> None:
     assert rate.size == 1024 and rate.dtype == "float32"
     repeats = rate.tflops * 1e12 * rate.seconds / (2 * rate.size**3)
     assert repeats == pytest.approx(round(repeats)) and repeats >= 1
+
+
+def test_gemm_in_fp8() -> None:
+    rate = sustained_gemm(torch.device("cpu"), seconds=0.02, fp8=True)
+    assert rate.dtype == "float8_e4m3fn" and rate.tflops > 0

@@ -78,6 +78,59 @@ def test_time_of_evaluations_is_left_out() -> None:
     assert made.read(3, lr=0.0).record.step_seconds == pytest.approx(1.0)
 
 
+def test_energy_of_the_steps_alone() -> None:
+    clock = Clock()
+    used = 1000.0
+
+    def joules() -> float:
+        return used
+
+    made = meter(clock, joules=joules)
+    used += 500  # set-up is not the first step's
+    made.start()
+    for _ in range(2):
+        step(made, clock, [2.0], seconds=0.5)
+        used += 100
+    with made.excluded():
+        clock.now += 30
+        used += 7000
+    record = made.read(2, lr=0.0).record
+    assert record.extra["tokens_per_joule"] == pytest.approx(128 / 200)
+    assert record.extra["watts_per_gpu"] == pytest.approx(200)
+    step(made, clock, [2.0], seconds=1.0)
+    used += 64
+    assert made.read(3, lr=0.0).record.extra["tokens_per_joule"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("joules", [lambda: None, lambda: 1000.0], ids=["unknown", "stands still"])
+def test_no_energy_is_no_figure(joules: Callable[[], float | None]) -> None:
+    clock = Clock()
+    made = meter(clock, joules=joules)
+    made.start()
+    step(made, clock, [2.0])
+    assert made.read(1, lr=0.0).record.extra == {}
+
+
+def _energy_on_two_ranks(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """The figures where both ranks know their energy, and where one does."""
+
+    def figures(knows: bool) -> dict[str, Any]:
+        clock, used = Clock(), [1000.0]
+        made = meter(clock, num_devices=2, joules=lambda: used[0] if knows else None)
+        made.start()
+        step(made, clock, [2.0], seconds=1.0)
+        used[0] += 30.0 + 4.0 * rank
+        return dict(made.read(1, lr=0.0).record.extra)
+
+    return [figures(True), figures(rank == 0)]
+
+
+def test_energy_is_summed_over_ranks_and_unknown_where_one_is() -> None:
+    for both, one in run(_energy_on_two_ranks, 2):
+        assert both == {"tokens_per_joule": pytest.approx(1.0), "watts_per_gpu": pytest.approx(32.0)}
+        assert one == {}
+
+
 def test_mfu_is_never_guessed_and_never_above_one() -> None:
     """Case 2: an unknown peak gives no MFU; one above 100 % is an error, not a result."""
     clock = Clock()

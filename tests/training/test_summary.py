@@ -48,6 +48,15 @@ def test_a_single_line_is_better_than_none() -> None:
     assert speed_of([])["mfu"] is None
 
 
+def test_energy_weighs_each_line_by_its_steps() -> None:
+    lines = [
+        replace(record(step, 1.0), extra={"tokens_per_joule": rate}) for step, rate in ((1, 9.0), (10, 1.0), (11, 2.0))
+    ]
+    # 9 steps of one joule a token, one of half a joule
+    assert speed_of(lines)["tokens_per_joule"] == pytest.approx(10 / 9.5)
+    assert speed_of([*lines, record(12, 1.0)])["tokens_per_joule"] is None
+
+
 def test_unknown_rates_stay_unknown() -> None:
     lines = [replace(record(step, 1.0), mfu=None, tflops_per_gpu=None) for step in (1, 2)]
     assert speed_of(lines)["mfu"] is None and speed_of(lines)["tflops_per_gpu"] is None
@@ -69,6 +78,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
         flops_per_token=2e9,
         evaluation=Evaluation(loss=2.0, tokens=10, unigram_loss=4.0, bytes_per_token=4.0),
         samples=[("once", " upon")],
+        start_up={"imports": 1.5, "first step": 3.0},
     )
     text = dict(summary.lines())
     assert text["steps"] == "10 of 10" and text["training loss"] == "3.900 -> 3.000"
@@ -77,6 +87,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
     assert "2 GFLOP a token (causal attention" in text["model FLOP/s"]
     assert text["MFU"] == "20.0% = model FLOP/s / peak of 10 TFLOP/s"
     assert text["skipped steps"].startswith("2 ")
+    assert text["to the first step"] == "4.5 s: imports 1.5, first step 3.0"
     summary.write(tmp_path)
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["samples"] == [["once", " upon"]] and written["evaluation"]["bits_per_byte"] > 0

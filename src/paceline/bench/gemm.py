@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +21,14 @@ class GemmRate:
     tflops: float
 
 
-def sustained_gemm(device: torch.device, *, seconds: float | None = None) -> GemmRate:
+def sustained_gemm(device: torch.device, *, seconds: float | None = None, fp8: bool = False) -> GemmRate:
     """Multiplies random matrices for ``seconds`` and counts 2 n^3 FLOPs each.
 
     On a GPU: bf16, n = 8192, 5 s, long enough for the power limit to set the clock, as it does in training. On the CPU:
     fp32, n = 1024, 0.5 s.
+
+    Args:
+        fp8: E4M3 operands with one scale each, fp32 sums, a bf16 result: what the products of an fp8 run are.
     """
     on_gpu = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if on_gpu else (1024, torch.float32)
@@ -32,18 +36,27 @@ def sustained_gemm(device: torch.device, *, seconds: float | None = None) -> Gem
     generator = torch.Generator(device=device).manual_seed(0)
     a, b = (torch.randn(size, size, device=device, dtype=torch.float32, generator=generator).to(dtype) for _ in "ab")
     out = torch.empty(size, size, device=device, dtype=dtype)
-    torch.mm(a, b, out=out)
+    multiply = _fp8_product(a, b) if fp8 else lambda: torch.mm(a, b, out=out)
+    multiply()
     synchronize(device)
     repeats, began = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < wanted:
         for _ in range(20 if on_gpu else 1):
-            torch.mm(a, b, out=out)
+            multiply()
         synchronize(device)
         repeats += 20 if on_gpu else 1
     elapsed = time.perf_counter() - began
     return GemmRate(
         size=size,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype="float8_e4m3fn" if fp8 else str(dtype).removeprefix("torch."),
         seconds=elapsed,
         tflops=2 * size**3 * repeats / elapsed / 1e12,
     )
+
+
+def _fp8_product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The product of both in fp8. The second matrix is column-major, the only order that the hardware takes."""
+    dtype = torch.float8_e4m3fn
+    a8, b8 = a.to(dtype), b.to(dtype).t().contiguous().t()
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    return lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -6,7 +6,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -27,8 +27,10 @@ from paceline.runtime.device import GIB, choose_device, device_name, memory_stat
 from paceline.runtime.process import ProcessInfo, process_group
 from paceline.runtime.seed import set_deterministic
 from paceline.runtime.signals import StopRequest
+from paceline.runtime.start_clock import StartClock
 from paceline.training.feed import Feed, open_datasets
-from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
+from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, energy_reader, rates
+from paceline.training.start_up import StartUpHook
 from paceline.training.trainer import Progress, Trainer
 
 
@@ -47,39 +49,55 @@ class BenchRecord:
     peak_memory_gib: float
     """the highest of any rank, after the warm-up"""
     sustained_gemm_tflops: float
-    """measured in this run, right after the steps"""
+    """measured in this run, right after the steps, in the precision of its products"""
     fraction_of_gemm: float
+    gemm_dtype: str
+    sustained_bf16_gemm_tflops: float | None
+    """beside it in an fp8 run"""
     mfu: float | None
     peak_tflops: float | None
     loss: float | None
     gradient_reduction: str
+    tokens_per_joule: float | None
+    """over the measured steps, all devices; None where one does not count its energy"""
+    start_up_seconds: dict[str, float]
+    """of each phase from the command to the end of the first step"""
     devices: str
     recipe: dict[str, Any]
     versions: dict[str, str]
 
 
 def bench_train(
-    recipe: Recipe, info: ProcessInfo, *, steps: int, warm_up: int, tell: Callable[[str], None] = lambda text: None
+    recipe: Recipe,
+    info: ProcessInfo,
+    *,
+    steps: int,
+    warm_up: int,
+    gemm_seconds: float | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> BenchRecord | None:
     """Trains ``warm_up + steps`` steps on synthetic data and measures the last ``steps``. The record is rank 0's.
 
     Args:
+        gemm_seconds: how long each matrix product is repeated; None = `sustained_gemm`'s own.
         tell: called with a few words, a dozen times in all, to say what is going on. It must not wait for the device.
 
     Raises:
         PacelineError: as `paceline train` would.
     """
-    config = _without_files(recipe, steps + warm_up)
+    config, start_clock = _without_files(recipe, steps + warm_up), StartClock.of_process()
     device = choose_device(info, config.cluster.device)
     set_deterministic(config.run.deterministic)
     with ExitStack() as stack:
         stack.enter_context(process_group(info, device, timeout_seconds=config.cluster.timeout_seconds))
+        start_clock.done("process group")
         stop = stack.enter_context(StopRequest())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tell("building the model")
-        parts = build_parts(config, recipe.registry, info, device)
-        clock = StepClock(device)
-        hooks = Hooks([clock, _PeakAfterWarmUp(device, warm_up), _Teller(tell, warm_up, steps)])
+        parts = build_parts(config, recipe.registry, info, device, done=start_clock.done)
+        clock, energy = StepClock(device), _EnergyAfterWarmUp(energy_reader(device), warm_up, steps)
+        told = _Teller(tell, warm_up, steps)
+        hooks = Hooks([clock, energy, _PeakAfterWarmUp(device, warm_up), told, StartUpHook(start_clock)])
         trainer = _trainer(parts, recipe, folder, hooks)
         try:
             trainer.run(stop)
@@ -90,10 +108,17 @@ def bench_train(
         peak = all_reduce_number(
             memory_stats(device).peak_bytes, parts.mesh["world"], "bench/peak_memory", device, op=dist.ReduceOp.MAX
         )
+        joules = all_reduce_number(energy.used(), parts.mesh["world"], "bench/energy", device)
         # every rank: GPUs of one host share its power and cooling
         tell("measuring the matrix product")
-        gemm = sustained_gemm(device)
-        return _record(parts, trainer, clock.seconds(), peak / GIB, steps, gemm) if info.is_main else None
+        gemms = [sustained_gemm(device, seconds=gemm_seconds)]
+        if config.train.precision == "fp8":
+            gemms.append(sustained_gemm(device, seconds=gemm_seconds, fp8=True))
+        if not info.is_main:
+            return None
+        return _record(
+            parts, trainer, clock.seconds(), peak / GIB, steps, gemms, joules=joules, start_up=start_clock.phases
+        )
 
 
 def _without_files(recipe: Recipe, total_steps: int) -> RunConfig:
@@ -141,6 +166,24 @@ class _PeakAfterWarmUp(Hook):
             reset_peak_memory(self.device)
 
 
+class _EnergyAfterWarmUp(Hook):
+    """Reads the device's counter where the measured steps begin and end, without waiting for the device."""
+
+    def __init__(self, joules: Callable[[], float | None], warm_up: int, steps: int) -> None:
+        self.joules = joules
+        self.ends = (warm_up, warm_up + steps)
+        self.readings: list[float | None] = []
+
+    def on_step_end(self, end: StepEnd) -> None:
+        if end.step in self.ends:
+            self.readings.append(self.joules())
+
+    def used(self) -> float:
+        """Joules of the measured steps; nan where nobody knows."""
+        known = [reading for reading in self.readings if reading is not None]
+        return known[1] - known[0] if len(known) == len(self.ends) else math.nan
+
+
 class _Teller(Hook):
     """Says which step begins, about five times in each part. The host counts them: nothing waits for the device."""
 
@@ -182,8 +225,17 @@ def _trainer(parts: Parts, recipe: Recipe, folder: Path, hooks: Hooks) -> Traine
 
 
 def _record(
-    parts: Parts, trainer: Trainer, seconds: list[float], peak_gib: float, steps: int, gemm: GemmRate
+    parts: Parts,
+    trainer: Trainer,
+    seconds: list[float],
+    peak_gib: float,
+    steps: int,
+    gemms: Sequence[GemmRate],
+    *,
+    joules: float,
+    start_up: dict[str, float],
 ) -> BenchRecord:
+    gemm = gemms[-1]  # of the precision that the run multiplies in
     config, info = parts.config, parts.info
     measured = seconds[-steps:]
     step_seconds = statistics.median(measured)
@@ -203,14 +255,23 @@ def _record(
         peak_memory_gib=peak_gib,
         sustained_gemm_tflops=gemm.tflops,
         fraction_of_gemm=tflops / gemm.tflops,
+        gemm_dtype=gemm.dtype,
+        sustained_bf16_gemm_tflops=gemms[0].tflops if len(gemms) > 1 else None,
         mfu=tflops / found.peak_tflops if found.peak_tflops else None,
         peak_tflops=found.peak_tflops,
         loss=reading.record.loss if reading else None,
         gradient_reduction=config.parallel.reduce_dtype,
+        tokens_per_joule=_tokens_per_joule(config, steps, joules),
+        start_up_seconds={phase: round(each, 3) for phase, each in start_up.items()},
         devices=f"{info.world_size} x {device_name(parts.device)}",
         recipe=config.model_dump(mode="json"),
         versions=versions(),
     )
+
+
+def _tokens_per_joule(config: RunConfig, steps: int, joules: float) -> float | None:
+    tokens = steps * config.train.global_batch_size * config.train.seq_len
+    return tokens / joules if joules > 0 else None  # also nan
 
 
 def as_line(record: BenchRecord) -> dict[str, Any]:

@@ -49,6 +49,9 @@ def bench_train(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one field of the recipe. May be repeated."),
     ] = None,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Start so many processes here.")] = None,
+    gemm_seconds: Annotated[
+        float | None, typer.Option("--gemm-seconds", min=0.01, help="How long the matrix product is measured.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Append the JSON line to this file too.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the JSON line alone. In a file or a pipe it is always printed.")
@@ -68,6 +71,7 @@ def bench_train(
     changes = overrides or []
     arguments = ["bench", "train", recipe, f"--steps={steps}", f"--warm-up={warm_up}"]
     arguments += [f"--set={change}" for change in changes]
+    arguments += [f"--gemm-seconds={gemm_seconds}"] if gemm_seconds else []
     arguments += [f"--out={out}"] if out else []
     arguments += ["--json"] if as_json else []
 
@@ -78,7 +82,7 @@ def bench_train(
             if info.is_main:
                 typer.echo(text, err=True)
 
-        record = measure(loaded, info, steps=steps, warm_up=warm_up, tell=tell)
+        record = measure(loaded, info, steps=steps, warm_up=warm_up, gemm_seconds=gemm_seconds, tell=tell)
         if record is not None:
             _print(record, recipe, out, as_json)
         return 0
@@ -104,6 +108,8 @@ def _print(record: BenchRecord, recipe: str, out: Path | None, as_json: bool) ->
 
 
 def _rows(record: BenchRecord, recipe: str) -> tuple[tuple[str, str], ...]:
+    from paceline.training.start_up import phases_line
+
     rows = [
         ("recipe", recipe),
         ("devices", record.devices),
@@ -116,10 +122,14 @@ def _rows(record: BenchRecord, recipe: str) -> tuple[tuple[str, str], ...]:
         ("model FLOP/s", f"{record.tflops_per_gpu:.4g} TFLOP/s per device ({record.flops_convention})"),
         (
             "sustained GEMM",
-            f"{record.sustained_gemm_tflops:.4g} TFLOP/s; the step reaches {record.fraction_of_gemm:.1%} of it",
+            f"{record.sustained_gemm_tflops:.4g} TFLOP/s in {record.gemm_dtype}; "
+            f"the step reaches {record.fraction_of_gemm:.1%} of it",
         ),
         ("peak memory", f"{record.peak_memory_gib:.2f} GiB"),
     ]
     if record.mfu is not None:
         rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_tflops:g} TFLOP/s"))
+    if record.tokens_per_joule is not None:
+        rows.append(("energy", f"{record.tokens_per_joule:.3g} tokens a joule of the devices"))
+    rows.append(("to the first step", phases_line(record.start_up_seconds)))
     return tuple(rows)

@@ -10,6 +10,7 @@ from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, load_recipe
 from paceline.errors import ConfigError, LaunchError
 from paceline.observe.events import read_events
+from paceline.runtime.compile_cache import keep_compiled
 from paceline.runtime.launcher import ProcessInfo, process_info
 
 
@@ -38,6 +39,7 @@ def start(
             f"--nproc {nproc} under {info.launcher}, which has already started {info.world_size} processes",
             next_step="Leave --nproc out: the launcher's environment decides.",
         )
+    keep_compiled()
     world_size = nproc or info.world_size
     refuse_errors(check(loaded.config, loaded.registry, world_size))
     if world_size > 1 and info.launcher == "single":

@@ -2,7 +2,7 @@
 
 recipe.toml      the resolved recipe; runs again as it is
 metrics.jsonl    one ``StepRecord`` a logged step, also after a kill and a resume
-events.jsonl     what happened: start, resume, evaluation, checkpoint, stop, error
+events.jsonl     what happened: start, resume, first step, evaluation, checkpoint, stop, error
 checkpoints/     written by ``checkpoint/``
 logs/            one file a rank
 tensorboard/     the same metrics for TensorBoard
@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 from paceline.errors import RunFolderError
 from paceline.observe.folder_lock import FolderLock
 
-EventKind = Literal["start", "resume", "evaluation", "checkpoint", "stop", "end", "error", "finding"]
+EventKind = Literal["start", "resume", "first_step", "evaluation", "checkpoint", "stop", "end", "error", "finding"]
 
 MAY_DIFFER = (
     "run.name", "run.dir", "run.plugins", "run.deterministic",

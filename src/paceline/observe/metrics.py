@@ -7,6 +7,7 @@ same loss count twice in both, and pipeline stages without a loss add nothing to
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class Meter:
         tokens_before, skipped_before: totals of the run so far, from the checkpoint of a resumed one.
         mean_names: extra means a micro-batch may add to; the same on all ranks, or the collective would not fit.
         memory_bytes: called where a step is logged; this rank's peak so far.
+        joules: called where a step is logged; what this rank's device has used so far, None where nobody knows.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Meter:
         tokens_per_step: int,
         num_devices: int,
         memory_bytes: Callable[[], int],
+        joules: Callable[[], float | None] = lambda: None,
         tokens_before: int = 0,
         skipped_before: int = 0,
         mean_names: tuple[str, ...] = (),
@@ -83,6 +86,7 @@ class Meter:
         self.mean_names = mean_names
         self.tokens = tokens_before
         self._memory_bytes = memory_bytes
+        self._energy = _Energy(joules)
         self._clock = clock
         # loss sum, tokens with a loss, then (sum, count) of each extra; float64 holds token counts exactly
         self._sums = torch.zeros(2 + 2 * len(mean_names), dtype=torch.float64, device=device)
@@ -100,6 +104,7 @@ class Meter:
         self._excluded_seconds = 0.0
         self._data_wait_seconds = 0.0
         self._steps = 0
+        self._energy.take()
 
     def add_data_wait(self, seconds: float) -> None:
         """Time in which the step had nothing to do because its batch was not there."""
@@ -144,12 +149,13 @@ class Meter:
     def excluded(self) -> Iterator[None]:
         """Time in this block (an evaluation, a checkpoint) is not the steps'. Waits for the device at both ends."""
         self._wait_for_device()
-        start = self._clock()
+        start, joules = self._clock(), self._energy.now()
         try:
             yield
         finally:
             self._wait_for_device()
             self._excluded_seconds += self._clock() - start
+            self._energy.exclude(self._energy.now() - joules)
 
     def read(self, step: int, lr: float, extra: Mapping[str, Metric] | None = None) -> Reading:
         """The record of the step that just ended: one collective, one wait for the device. Starts the next window.
@@ -161,7 +167,8 @@ class Meter:
         table = self._gather()
         # the copy to the host waited for the device, so the clock now shows finished work
         now = self._clock()
-        step_seconds = (now - self._window_start - self._excluded_seconds) / self._steps
+        seconds = now - self._window_start - self._excluded_seconds
+        step_seconds = seconds / self._steps
         data_wait = table[:, _WAIT] / self._steps
         sums = table[:, _SUMS:].sum(dim=0).tolist()
         record, findings = self._record(
@@ -174,6 +181,7 @@ class Meter:
             memory_gib=float(table[:, _MEMORY].max()) / 2**30,
             skipped=int(table[self._rank(), _SKIPPED]),
             extra={name: _ratio(sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(self.mean_names)}
+            | self._energy_metrics(float(table[:, _ENERGY].sum()), seconds)
             | dict(extra or {}),
         )
         self._window_start, self._excluded_seconds, self._data_wait_seconds, self._steps = now, 0.0, 0.0, 0
@@ -224,9 +232,20 @@ class Meter:
         )
         return record, findings
 
+    def _energy_metrics(self, joules: float, seconds: float) -> dict[str, Metric]:
+        """Nothing where a rank does not know: a share of the energy would be taken for all of it."""
+        if not joules > 0 or not seconds > 0:  # also nan
+            return {}
+        return {
+            "tokens_per_joule": self.tokens_per_step * self._steps / joules,
+            "watts_per_gpu": joules / seconds / self.num_devices,
+        }
+
     def _gather(self) -> Tensor:
-        """[num_ranks, 5 + len(sums)] float64 on the host: what each rank knows."""
-        host = torch.tensor([self._data_wait_seconds, float(self._memory_bytes())], dtype=torch.float64)
+        """[num_ranks, 6 + len(sums)] float64 on the host: what each rank knows."""
+        host = torch.tensor(
+            [self._data_wait_seconds, float(self._memory_bytes()), self._energy.take()], dtype=torch.float64
+        )
         mine = torch.cat((host.to(self.device), self._grad_norm.reshape(1), self._skipped.double(), self._sums))
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return mine.cpu().reshape(1, -1)
@@ -242,8 +261,35 @@ class Meter:
         return dist.get_rank() if dist.is_initialized() else 0
 
 
-_WAIT, _MEMORY, _NORM, _SKIPPED, _IN_A_ROW, _SUMS = range(6)
+_WAIT, _MEMORY, _ENERGY, _NORM, _SKIPPED, _IN_A_ROW, _SUMS = range(7)
 """Columns of ``Meter._gather``; the sums fill the rest."""
+
+
+class _Energy:
+    """Joules between two readings, which are taken at the same place of a step; nan where they are not known.
+
+    The host takes them without waiting for the device, so each window is of the device's work some milliseconds before:
+    of the same length, which is what counts.
+    """
+
+    def __init__(self, joules: Callable[[], float | None]) -> None:
+        self._joules = joules
+        self._since = math.nan
+        self._excluded = 0.0
+
+    def now(self) -> float:
+        found = self._joules()
+        return math.nan if found is None else found
+
+    def exclude(self, joules: float) -> None:
+        self._excluded += joules
+
+    def take(self) -> float:
+        """What was used since the last call, without what was excluded."""
+        now = self.now()
+        used = now - self._since - self._excluded
+        self._since, self._excluded = now, 0.0
+        return used
 
 
 def _ratio(total: float, number: float) -> float | None:

@@ -79,6 +79,13 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def device_uuid(device: torch.device) -> str | None:
+    """The GPU's name in NVML, ``"GPU-..."``, whatever number CUDA_VISIBLE_DEVICES gives it; None on the CPU."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def supports_bf16(device: torch.device) -> bool:
     """Whether bf16 matrix products run in hardware (Ampere and newer); true on the CPU, where torch has kernels."""
     found = capability(device)

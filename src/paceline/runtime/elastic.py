@@ -23,10 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.errors import LaunchError
+from paceline.runtime.launcher import LAUNCHER_PID
 from paceline.runtime.signals import STOPPING, stop_signals, tell_terminal
-
-PARENT = "PACELINE_LAUNCHER_PID"
-"""Environment variable that tells a process which launcher it belongs to."""
 
 
 class Ended(NamedTuple):
@@ -64,7 +62,7 @@ def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool 
         # none that asks a run to stop: torch's launcher would kill processes that are still saving
         signals_to_handle="SIGQUIT",
     )
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     with _pass_signals_on() as received:
         try:
@@ -79,7 +77,7 @@ def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool 
 
 def end_with_launcher() -> None:
     """In a process that `start_local` started: asks the kernel for SIGTERM when the launcher ends. Linux only."""
-    parent = os.environ.get(PARENT)
+    parent = os.environ.get(LAUNCHER_PID)
     if parent is None or sys.platform != "linux":
         return
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>; Python has no call of its own

@@ -22,6 +22,9 @@ from paceline.runtime.nodelist import expand_nodelist
 
 Launcher = Literal["torchrun", "slurm", "single"]
 
+LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
+"""Environment variable that tells a process of `paceline --nproc` which launcher it belongs to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:

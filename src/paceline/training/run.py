@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,11 +33,13 @@ from paceline.runtime.log import logging_to
 from paceline.runtime.process import ProcessInfo, launch_findings, process_group
 from paceline.runtime.seed import seed_all, set_deterministic
 from paceline.runtime.signals import StopRequest
+from paceline.runtime.start_clock import StartClock
 from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.persist import RunSaver, restore
 from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
 from paceline.training.samples import draw_samples, keep_tokenizer
 from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
+from paceline.training.start_up import StartUpHook
 from paceline.training.summary import Summary, summarize
 from paceline.training.trainer import Progress, Trainer
 from paceline.training.validate import Evaluation, Evaluator, with_prefix
@@ -52,7 +53,7 @@ def run_recipe(recipe: Recipe, info: ProcessInfo) -> int:
     Raises:
         PacelineError: something is wrong that the user can mend; nothing is half-written.
     """
-    config = recipe.config
+    config, clock = recipe.config, StartClock.of_process()
     findings = [*check(config, recipe.registry, info.world_size), *launch_findings(info, torch.cuda.device_count())]
     refuse_errors(findings)
     device = choose_device(info, config.cluster.device)
@@ -62,17 +63,23 @@ def run_recipe(recipe: Recipe, info: ProcessInfo) -> int:
         StopRequest(announce=alone) as stop,
         process_group(info, device, timeout_seconds=config.cluster.timeout_seconds),
     ):
-        run_in_group(recipe, info, device, stop, findings)
+        clock.done("process group")
+        run_in_group(recipe, info, device, stop, findings, clock)
     # a launcher takes any other code than 0 for a failure, and ends processes that are still at work
     return stop.exit_code if alone else 0
 
 
 def run_in_group(
-    recipe: Recipe, info: ProcessInfo, device: torch.device, stop: StopRequest, findings: Sequence[Finding] = ()
+    recipe: Recipe,
+    info: ProcessInfo,
+    device: torch.device,
+    stop: StopRequest,
+    findings: Sequence[Finding] = (),
+    clock: StartClock | None = None,
 ) -> Progress:
     """As `run_recipe`, in a process group that is there already. Collective; returns how far the run is."""
     ranks = Ranks.create(timedelta(seconds=recipe.config.cluster.timeout_seconds))
-    run = _Run(recipe, info, device, ranks, stop)
+    run = _Run(recipe, info, device, ranks, stop, clock or StartClock())
     with run.folder_held(), logging_to(run.folder.logs, rank=info.rank):
         if info.is_main:
             print_findings(make_console(stderr=True), findings)
@@ -95,7 +102,13 @@ class _Run:
     """One start of a run on one rank."""
 
     def __init__(
-        self, recipe: Recipe, info: ProcessInfo, device: torch.device, ranks: Ranks, stop: StopRequest
+        self,
+        recipe: Recipe,
+        info: ProcessInfo,
+        device: torch.device,
+        ranks: Ranks,
+        stop: StopRequest,
+        clock: StartClock,
     ) -> None:
         self.config: RunConfig = recipe.config
         self.registry = recipe.registry
@@ -107,7 +120,7 @@ class _Run:
         self.manager = CheckpointManager(
             self.folder.checkpoints, self.config.checkpoint, ranks=ranks, report=self._report
         )
-        self._began = time.perf_counter()
+        self.clock = clock
 
     @contextmanager
     def folder_held(self) -> Iterator[None]:
@@ -154,8 +167,7 @@ class _Run:
         start = find_start(checkpoint, self.config)
         datasets = self._datasets(start)
         self._phase("data")
-        parts = build_parts(self.config, self.registry, self.info, self.device)
-        self._phase("model")
+        parts = build_parts(self.config, self.registry, self.info, self.device, done=self._phase)
         seed_all(self.config.run.seed, rank=self.info.rank)
         self._load(parts, checkpoint)
         if self.info.is_main:
@@ -210,7 +222,8 @@ class _Run:
                 live = {"auto": None, "live": True, "lines": False}[observe.progress]
                 hooks.append(ProgressHook(make_console(), live=live))
         hooks += [factory(self.config) for factory in self.registry.hooks]
-        return Hooks(hooks)
+        # last: a first step ends when its record is written
+        return Hooks([*hooks, StartUpHook(self.clock, self.folder if self.info.is_main else None)])
 
     def _trainer(self, parts: Parts, datasets: Datasets, saver: RunSaver, hooks: Hooks, progress: Progress) -> Trainer:
         feed = Feed.open(datasets.train, self.config, parts.mesh, self.device, start_sample=progress.consumed_samples)
@@ -280,6 +293,7 @@ class _Run:
             flops_per_token=rates(self.config, self.device).flops_per_token,
             evaluation=evaluation,
             samples=samples,
+            start_up=self.clock.phases,
         )
 
     def _start_facts(self, opened: _Opened) -> RunStart:
@@ -320,9 +334,7 @@ class _Run:
         return "".join(f"{axis} {size}{more.get(axis, '')}, " for axis, size in sizes.items() if size > 1)
 
     def _phase(self, name: str) -> None:
-        now = time.perf_counter()
-        log.info("%s ready after %.1f s", name, now - self._began)
-        self._began = now
+        log.info("%s ready after %.1f s", name, self.clock.done(name))
 
     def _report(self, finding: Finding) -> None:
         log.warning("%s %s %s", finding.subject, finding.evidence, finding.next_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Pipeline
-from paceline.runtime.device import device_name, memory_stats
+from paceline.runtime.device import device_name, device_uuid, memory_stats
+from paceline.runtime.energy import EnergyCounter
 from paceline.runtime.process import ProcessInfo
 from paceline.tasks.pretrain import Pretrain
 from paceline.tasks.task import Task
@@ -54,16 +56,19 @@ def build_parts(
     device: torch.device,
     *,
     dtype: torch.dtype = torch.float32,
+    done: Callable[[str], object] = lambda phase: None,
 ) -> Parts:
     """Builds the model on the meta device, spreads it, gives it memory and its initial weights. Collective.
 
     Args:
         dtype: of the main weights; float64 makes a reference that rounding does not blur.
+        done: told of each phase that is over.
 
     Raises:
         ConfigError: the recipe does not fit the number of ranks.
     """
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
+    done("mesh")
     plain = build_model(config, dtype=dtype)
     cut = cut_stages(config, config.parallel.stages)
     spread = parallelize(plain, config.parallel, mesh, config.train.precision, device, cut=cut)
@@ -72,6 +77,7 @@ def build_parts(
     optimizer = build_optimizer(config.optim, engine, mesh)
     task = build_task(config, registry)
     pipeline = Pipeline(spread.stages, engine, mesh, config.parallel)
+    done("model")
     staged = StagedTask(config, task=task, stages=spread.stages, pipeline=pipeline, mesh=mesh, dtype=dtype)
     return Parts(
         config=config,
@@ -130,10 +136,18 @@ def build_meter(parts: Parts, *, tokens_before: int = 0, skipped_before: int = 0
         tokens_per_step=train.global_batch_size * train.seq_len,
         num_devices=parts.info.world_size,
         memory_bytes=lambda: memory_stats(parts.device).peak_bytes,
+        joules=energy_reader(parts.device),
         tokens_before=tokens_before,
         skipped_before=skipped_before,
         mean_names=tuple(extra),
     )
+
+
+def energy_reader(device: torch.device) -> Callable[[], float | None]:
+    """Gives the joules that this rank's device has used; None each time where that is not known."""
+    uuid = device_uuid(device)
+    counter = None if uuid is None else EnergyCounter.open(uuid)
+    return (lambda: None) if counter is None else counter.joules
 
 
 def build_expert_meter(config: RunConfig, device: torch.device) -> ExpertMeter | None:

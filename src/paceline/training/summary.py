@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.observe.events import StepRecord, read_metrics, write_atomically
 from paceline.report import units
+from paceline.training.start_up import phases_line
 from paceline.training.validate import Evaluation
 
 WARM_UP_RECORDS = 1
@@ -42,6 +43,10 @@ class Summary:
     devices: str
     samples: tuple[tuple[str, str], ...] = ()
     """(prompt, continuation)"""
+    start_up: Mapping[str, float] = field(default_factory=dict)
+    """seconds of each phase of the last start, from the command to the end of its first step"""
+    tokens_per_joule: float | None = None
+    """tokens of the run / energy of all devices; None where a device does not count its energy"""
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / "summary.json", json.dumps(asdict(self), indent=2) + "\n")
@@ -61,6 +66,8 @@ class Summary:
         rows += self._speed()
         if self.skipped_steps:
             rows.append(("skipped steps", f"{self.skipped_steps} (loss or gradient not finite)"))
+        if self.start_up:
+            rows.append(("to the first step", phases_line(self.start_up)))
         rows.append(("run folder", self.run_dir))
         return rows
 
@@ -98,6 +105,8 @@ class Summary:
             rows.append(("MFU", f"{self.mfu:.1%} = model FLOP/s / peak of {self.peak_tflops:g} TFLOP/s"))
         if self.memory_gib is not None:
             rows.append(("peak memory", f"{self.memory_gib:.2f} GiB per device"))
+        if self.tokens_per_joule is not None:
+            rows.append(("energy", f"{self.tokens_per_joule:.3g} tokens a joule of the devices"))
         return rows
 
 
@@ -105,7 +114,8 @@ def speed_of(records: Sequence[StepRecord]) -> dict[str, Any]:
     """Means over the logged steps after the first, each weighted by the steps it stands for."""
     usable = records[WARM_UP_RECORDS:] or list(records)
     if not usable:
-        return {"tokens_per_second_per_gpu": None, "tflops_per_gpu": None, "mfu": None, "memory_gib": None}
+        names = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "tokens_per_joule")
+        return dict.fromkeys(names)
     before = dict(zip((r.step for r in records[1:]), (r.step for r in records[:-1]), strict=False))
     weights = [record.step - before.get(record.step, record.step - 1) for record in usable]
     seconds = sum(weight * record.step_seconds for weight, record in zip(weights, usable, strict=True))
@@ -117,7 +127,17 @@ def speed_of(records: Sequence[StepRecord]) -> dict[str, Any]:
         "tflops_per_gpu": None if last.tflops_per_gpu is None else last.tflops_per_gpu * scale,
         "mfu": None if last.mfu is None else last.mfu * scale,
         "memory_gib": max(record.memory_gib for record in records),
+        "tokens_per_joule": _tokens_per_joule(usable, weights),
     }
+
+
+def _tokens_per_joule(records: Sequence[StepRecord], weights: Sequence[int]) -> float | None:
+    """Tokens over joules of the steps that the records stand for; None where one of them does not know its energy."""
+    rates = [record.extra.get("tokens_per_joule") for record in records]
+    known = [rate for rate in rates if isinstance(rate, float) and rate > 0]
+    if len(known) < len(rates):
+        return None
+    return sum(weights) / sum(weight / rate for weight, rate in zip(weights, known, strict=True))
 
 
 def summarize(
@@ -133,6 +153,7 @@ def summarize(
     flops_per_token: float | None,
     evaluation: Evaluation | None,
     samples: Sequence[tuple[str, str]] = (),
+    start_up: Mapping[str, float] | None = None,
 ) -> Summary:
     """Reads the run folder's own metrics, so that a resumed run is summed up whole.
 
@@ -159,5 +180,6 @@ def summarize(
         skipped_steps=last.skipped_steps,
         devices=devices,
         samples=tuple(samples),
+        start_up={phase: round(seconds, 3) for phase, seconds in (start_up or {}).items()},
         **speed,
     )
