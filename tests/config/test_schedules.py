@@ -97,7 +97,7 @@ def test_a_schedule_without_a_pipeline_is_noted_and_stages_are_refused(
     findings: Callable[..., list[Finding]],
 ) -> None:
     (note,) = findings(2, "parallel.pipeline_schedule=zero_bubble")
-    assert note.severity == "note" and "does nothing" in note.subject
+    assert note.severity == "note" and "has no effect" in note.subject
     (refused,) = findings(2, "parallel.stages_per_rank=2")
     assert refused.severity == "error" and "parallel.pp = 1" in refused.subject
     assert findings(2, "model.num_layers=4", "parallel.pipeline_layout=[4]") == []

@@ -9,6 +9,7 @@ by name, in `_not_yet`, and nowhere else. The rules of layouts are in files of t
     locality     groups of ranks that cross machines
     refusals     all that refuses, together
     nearest      which layouts close by would work
+    idle         options that change nothing
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.config.asked import Asked, error
+from paceline.config.idle import idle_options
 from paceline.config.layout import batch, layout_errors
 from paceline.config.locality import locality
 from paceline.config.nearest import nearest_layouts, nearest_sentence
 from paceline.config.plugins import Registry
 from paceline.config.refusals import others, refusals
 from paceline.config.run import RunConfig
-from paceline.config.schedules import few_micro_batches, idle_schedule
+from paceline.config.schedules import few_micro_batches
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 
@@ -47,7 +49,7 @@ def check(config: RunConfig, registry: Registry, world_size: int) -> list[Findin
     return [
         *refused,
         *(locality(asked) if not refused else ()),
-        *idle_schedule(asked),
+        *idle_options(asked),
         *few_micro_batches(asked),
         *_zero(config, world_size),
         *_optimizer(config),

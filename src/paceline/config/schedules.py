@@ -55,19 +55,6 @@ def pipeline(asked: Asked) -> Iterator[Finding]:
         yield from _pipeline_layout(asked)
 
 
-def idle_schedule(asked: Asked) -> Iterator[Finding]:
-    """A schedule without a pipeline: harmless, and easily left behind when a recipe is scaled down."""
-    parallel = asked.parallel
-    if parallel.pp == 1 and parallel.pipeline_schedule != "1f1b":
-        yield Finding(
-            id="config.idle-schedule",
-            severity="note",
-            subject=f"parallel.pipeline_schedule = {show(parallel.pipeline_schedule)} does nothing at parallel.pp = 1",
-            evidence="A schedule orders the work of two or more stages.",
-            next_step="Set parallel.pp, or leave the schedule out.",
-        )
-
-
 def few_micro_batches(asked: Asked) -> Iterator[Finding]:
     """Ranks of a pipeline idle while it fills and empties: the more, the fewer micro-batches there are."""
     parallel, train = asked.parallel, asked.config.train

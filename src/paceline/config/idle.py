@@ -1,0 +1,146 @@
+"""Which options are given, and change nothing in this recipe? A table: harmless, and easily left behind or hoped for.
+
+An option counts as given where its value is not the default. One sentence each, as a note; nothing is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from paceline.config.asked import Asked, show
+from paceline.config.model import MoEConfig
+from paceline.config.train import TrainConfig
+from paceline.report.finding import Finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """Options that do nothing under a condition."""
+
+    keys: tuple[str, ...]
+    where: Callable[[Asked], bool]
+    because: str
+    """Follows "... here: "."""
+    verb: str = "has no effect"
+
+
+def _alone(asked: Asked) -> bool:
+    return asked.world_size == 1
+
+
+def _one_shard(asked: Asked) -> bool:
+    """No rank shares the state of dense parameters or of experts with another."""
+    parallel = asked.parallel
+    dense = parallel.shard_degree(asked.world_size) * parallel.cp
+    experts = asked.ranks_of_stage // (parallel.ep * parallel.etp) if asked.model.is_moe else 1
+    return dense == 1 and experts == 1
+
+
+OPTIONS = (
+    Idle(
+        keys=("parallel.bucket_mb",),
+        where=lambda asked: asked.parallel.zero >= 2,
+        because="buckets belong to the flat engine (parallel.zero 0 and 1); FSDP reduces block by block.",
+    ),
+    Idle(
+        keys=("parallel.bucket_mb", "parallel.reduce_dtype"),
+        where=lambda asked: asked.parallel.zero <= 1 and _alone(asked),
+        because="one rank has nobody to sum gradients with.",
+    ),
+    Idle(
+        keys=("parallel.zero",),
+        where=lambda asked: asked.parallel.zero >= 2 and _one_shard(asked),
+        because="there is no second data- or context-parallel rank to share with.",
+        verb="shards nothing",
+    ),
+    Idle(
+        keys=("parallel.cp_method",),
+        where=lambda asked: asked.parallel.cp == 1,
+        because="sequences are not cut (parallel.cp = 1).",
+    ),
+    Idle(
+        keys=("parallel.pipeline_schedule",),
+        where=lambda asked: asked.parallel.pp == 1,
+        because="a schedule orders the work of two or more pipeline ranks (parallel.pp = 1).",
+    ),
+    Idle(
+        keys=("train.loss_chunk_tokens",),
+        where=lambda asked: asked.config.train.loss_kernel == "plain",
+        because="only train.loss_kernel = 'chunked' takes slices.",
+    ),
+    Idle(
+        keys=tuple(f"train.{name}" for name in TrainConfig.model_fields if name.startswith("fp8_")),
+        where=lambda asked: asked.config.train.precision != "fp8",
+        because="train.precision is not 'fp8'.",
+    ),
+    Idle(
+        keys=("optim.muon_momentum", "optim.muon_lr", "optim.muon_steps"),
+        where=lambda asked: asked.config.optim.name != "muon",
+        because="optim.name is not 'muon'.",
+    ),
+    Idle(
+        keys=("optim.decay_shape",),
+        where=lambda asked: asked.config.optim.schedule != "wsd",
+        because="optim.schedule is not 'wsd' and has a shape of its own.",
+    ),
+    Idle(
+        keys=("optim.decay_steps", "optim.min_lr"),
+        where=lambda asked: asked.config.optim.schedule == "constant",
+        because="optim.schedule = 'constant' does not decay.",
+    ),
+    Idle(
+        keys=tuple(f"model.moe.{name}" for name in MoEConfig.model_fields),
+        where=lambda asked: not asked.model.is_moe,
+        because="the model has no experts (model.num_experts = 0).",
+    ),
+    Idle(
+        keys=("model.moe.bias_update_rate",),
+        where=lambda asked: asked.model.is_moe and not asked.model.moe.bias_balance,
+        because="model.moe.bias_balance is off.",
+    ),
+    Idle(
+        keys=("model.mtp_loss_coef",),
+        where=lambda asked: not asked.model.mtp_layers,
+        because="there is no multi-token prediction (model.mtp_layers = 0).",
+    ),
+    Idle(
+        keys=("model.sliding_window_period",),
+        where=lambda asked: not asked.model.sliding_window,
+        because="there is no window (model.sliding_window = 0).",
+    ),
+    Idle(
+        keys=("observe.sample_tokens", "observe.sample_temperature"),
+        where=lambda asked: not asked.config.observe.sample_prompts,
+        because="there are no observe.sample_prompts to continue.",
+    ),
+)
+
+
+def idle_options(asked: Asked) -> Iterator[Finding]:
+    """A note for each option that is given and does nothing."""
+    for row in OPTIONS:
+        if not row.where(asked):
+            continue
+        given = [f"{key} = {show(value)}" for key in row.keys if (value := _given(asked, key)) is not None]
+        if given:
+            verb = row.verb if len(given) == 1 else row.verb.replace("has", "have", 1)
+            yield Finding(
+                id="config.idle-option",
+                severity="note",
+                subject=f"{' and '.join(given)} {verb} here: {row.because}",
+                evidence="",
+                next_step="",
+            )
+
+
+def _given(asked: Asked, key: str) -> object:
+    """The value of ``key`` where it is not the default; else None (which is no value of the schema)."""
+    section: BaseModel = asked.config
+    *path, name = key.split(".")
+    for part in path:
+        section = getattr(section, part)
+    value = getattr(section, name)
+    return None if value == type(section).model_fields[name].get_default() else value

@@ -1,0 +1,73 @@
+"""Options that are given and change nothing are told, in a line each, and nothing is refused for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.config.check import check
+from paceline.config.idle import OPTIONS
+from paceline.config.load import field_names, load_recipe, resolve
+from paceline.config.presets import preset_names
+from paceline.config.run import RunConfig
+from paceline.report.finding import Finding
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "words"),
+    [
+        (2, ("parallel.bucket_mb=50", "parallel.zero=3"), "parallel.bucket_mb = 50 has no effect here: buckets belong"),
+        (2, ("parallel.bucket_mb=50",), ""),
+        (
+            1,
+            ("parallel.bucket_mb=50", "parallel.reduce_dtype=bf16"),
+            "bucket_mb = 50 and parallel.reduce_dtype = 'bf16'",
+        ),
+        (1, ("parallel.zero=3",), "parallel.zero = 3 shards nothing here"),
+        (2, ("parallel.zero=3",), ""),
+        (2, ("parallel.zero=2", "parallel.pp=2"), "parallel.zero = 2 shards nothing here"),
+        (2, ("parallel.zero=2", "parallel.cp=2"), ""),
+        (2, ("parallel.zero=2", "parallel.tp=2", "model.num_experts=4", "model.top_k=2"), ""),
+        (
+            2,
+            ("parallel.cp_method=ulysses",),
+            "parallel.cp_method = 'ulysses' has no effect here: sequences are not cut",
+        ),
+        (2, ("parallel.cp_method=ulysses", "parallel.cp=2"), ""),
+        (2, ("parallel.pipeline_schedule=zbv",), "parallel.pipeline_schedule = 'zbv' has no effect here"),
+        (1, ("train.loss_chunk_tokens=64", "train.loss_kernel=plain"), "train.loss_chunk_tokens = 64"),
+        (1, ("optim.muon_lr=0.1",), "optim.muon_lr = 0.1 has no effect here"),
+        (1, ("optim.decay_shape=sqrt",), "optim.decay_shape = 'sqrt'"),
+        (1, ("optim.decay_shape=sqrt", "optim.schedule=wsd"), ""),
+        (1, ("optim.min_lr=1e-5", "optim.schedule=constant"), "optim.min_lr = 1e-05"),
+        (1, ("model.moe.capacity_factor=1.5",), "model.moe.capacity_factor = 1.5 has no effect here: the model has no"),
+        (1, ("model.mtp_loss_coef=0.1",), "model.mtp_loss_coef = 0.1"),
+        (1, ("model.sliding_window_period=2",), "model.sliding_window_period = 2"),
+        (1, ("observe.sample_tokens=5",), "observe.sample_tokens = 5"),
+    ],
+)
+def test_an_idle_option_is_told(
+    findings: Callable[..., list[Finding]], ranks: int, overrides: tuple[str, ...], words: str
+) -> None:
+    told = findings(ranks, *overrides)
+    assert [finding.severity for finding in told] == (["note"] if words else [])
+    assert all(words in finding.subject and not finding.evidence + finding.next_step for finding in told)
+
+
+def test_defaults_presets_and_recipes_have_none(findings: Callable[..., list[Finding]]) -> None:
+    assert findings(1) == []
+    for name in preset_names():
+        recipe = resolve({}, [f"model.preset={name}", "train.seq_len=64"])
+        assert "config.idle-option" not in [found.id for found in check(recipe.config, recipe.registry, 8)], name
+    for path in RECIPES.glob("*.toml"):
+        recipe = load_recipe(path)
+        ranks = recipe.config.cluster.nodes * recipe.config.cluster.gpus_per_node or 8
+        assert "config.idle-option" not in [found.id for found in check(recipe.config, recipe.registry, ranks)], path
+
+
+def test_the_table_names_fields_of_the_schema() -> None:
+    assert {key for row in OPTIONS for key in row.keys} <= set(field_names(RunConfig))
