@@ -93,6 +93,7 @@ CHOICES = (
     Choice(name="offload parameters", sets=("parallel.offload=parameters",), company=("parallel.zero=3",)),
     Choice(name="bf16 sums", sets=("parallel.accumulate_dtype=bf16",)),
     Choice(name="compile", sets=("parallel.compile=true",)),
+    Choice(name="fused weight gradients", sets=("parallel.fused_weight_gradients=true",)),
     Choice(name="recompute selective", sets=("parallel.recompute=selective",)),
     Choice(name="recompute full", sets=("parallel.recompute=full",)),
     Choice(name="muon", sets=("optim.name=muon",)),

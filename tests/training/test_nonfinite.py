@@ -109,6 +109,10 @@ EXPLAINED = {
         ("gradient:5:99:1",),
         ("rank 1 of 2", f"the first gradient that is not finite is that of {faults.PARAMETER}"),
     ),
+    "fused": (
+        ("gradient:5:99:1", "parallel.fused_weight_gradients=true"),
+        ("rank 1 of 2", f"the first gradient that is not finite is that of {faults.PARAMETER}"),
+    ),
     "no clipping": (("gradient:5:99:0", "optim.grad_clip=0"), ("rank 0 of 2", faults.PARAMETER)),
     "zero 3": (("module:5:99:1", "parallel.zero=3"), ("rank 1 of 2", faults.MODULE)),
     "once": (("once:5:99:1",), ("does not repeat",)),

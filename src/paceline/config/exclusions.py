@@ -109,6 +109,13 @@ _COMPILE = Option(
     off="parallel.compile = false",
     layout=False,
 )
+_FUSED_WEIGHT_GRADIENTS = Option(
+    name="`parallel.fused_weight_gradients`",
+    key="parallel.fused_weight_gradients",
+    on=lambda config: config.parallel.fused_weight_gradients,
+    off="parallel.fused_weight_gradients = false",
+    layout=False,
+)
 _OFFLOAD = Option(
     name="`parallel.offload`",
     key="parallel.offload",
@@ -175,6 +182,18 @@ EXCLUSIONS = (
         options=(_SPLIT_BACKWARD, _FSDP),
         because="This schedule computes the gradients of weights apart from those of inputs, and FSDP2 frees a block's "
         "weights after one backward.",
+    ),
+    Exclusion(
+        id="config.fused-gradients-split-backward",
+        options=(_FUSED_WEIGHT_GRADIENTS, _SPLIT_BACKWARD),
+        because="This schedule computes the gradients of weights apart from those of inputs; products that add to the "
+        "buckets run beside those of inputs.",
+    ),
+    Exclusion(
+        id="config.fused-gradients-fsdp",
+        options=(_FUSED_WEIGHT_GRADIENTS, _FSDP),
+        because="The buckets that products add to are the flat engine's; FSDP2 reduces gradients that autograd hands "
+        "it.",
     ),
     Exclusion(
         id="config.accumulate-dtype",

@@ -49,6 +49,9 @@ class ParallelConfig(Section):
     """Precision in which gradients are summed over ranks."""
     accumulate_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are summed over micro-batches."""
+    fused_weight_gradients: bool = False
+    """Matrix products of the flat engine's backward add weight gradients to their buckets themselves, in place of a
+    gradient that is written, read and added."""
     recompute: RecomputeMode | tuple[RecomputeMode, ...] = "none"
     """What backward computes again instead of storing: `none`, `selective`, `full`, or one of these for each layer."""
     compile: bool = False

@@ -10,6 +10,7 @@ import torch
 from paceline.config.parallel import ParallelConfig, RecomputeMode
 from paceline.errors import ConfigError
 from paceline.models.transformer import Transformer
+from paceline.parallel.accumulate import accumulate_products
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.context import shard_sequence
 from paceline.parallel.engine import Engine
@@ -64,6 +65,8 @@ def parallelize(
         shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
         shards |= shard_experts(stage, mesh, layout)
         shard_sequence(stage, mesh, config.cp_method)
+        if config.fused_weight_gradients:
+            accumulate_products(list(stage.blocks.values()))  # last of all that changes layers: takes what is plain
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
         if config.compile:
             compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer

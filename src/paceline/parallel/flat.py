@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.config.parallel import ParallelConfig
 from paceline.models.transformer import Transformer
+from paceline.parallel.accumulate import announce_products
 from paceline.parallel.collectives import Axis, all_reduce
 from paceline.parallel.engine import MainParameter, ParameterInit
 from paceline.parallel.flat_group import FlatGroup, FlatSettings
@@ -92,7 +93,12 @@ class FlatEngine:
                         module._buffers[name] = torch.empty_like(buffer, device=self._device)
             stage.reset_buffers()
         for index, stage in enumerate(self.stages):
-            await_weights_in_forward(stage, [group for group in self._groups if index in group.stages])
+            groups = [group for group in self._groups if index in group.stages]
+            await_weights_in_forward(stage, groups)
+            for block in stage.blocks.values():
+                targets = [target for group in groups for target in group.targets_in(block)]
+                if targets:
+                    announce_products(block, targets)
         by_name = {parameter.name: parameter for group in self._groups for parameter in group.main_parameters}
         self._main_parameters = [by_name[name] for name in self.shapes if name in by_name]
 

@@ -6,6 +6,7 @@ coordinates.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.pieces import ShardedValue
+from paceline.parallel.accumulate import AccumulatingLinear, Place, Target
 from paceline.parallel.buckets import Bucket, Slot, plan_buckets
 from paceline.parallel.collectives import Pending, all_gather
 from paceline.parallel.engine import MainParameter, ParameterInit
@@ -71,10 +73,11 @@ class FlatGroup:
             bucket_elements=settings.bucket_elements,
         )
         self._slots = self.layout.slots
-        self._seen: set[str] = set()
-        """Parameters whose gradient has arrived since `zero`: the others' part of the buffer is of an earlier step."""
-        self._waiting: list[int] = []
-        """Per bucket, gradients that are to arrive before it is sent; only during the last micro-batch."""
+        self._fresh = torch.ones(len(self._sites), dtype=torch.bool)
+        """On the host, by parameter: no gradient has arrived since `zero`, and its part of the buffer is of an earlier
+        step."""
+        self._waiting: list[set[str]] = []
+        """Per bucket, parameters whose gradients are to arrive before it is sent; only during the last micro-batch."""
         self._started = 0
         """Buckets that are on their way. They start strictly in order, so all ranks send the same ones at a time."""
         self._reductions: list[tuple[Bucket, Callable[[], None], torch.cuda.Event | None]] = []
@@ -122,6 +125,10 @@ class FlatGroup:
             self._initial.zero_()
         self._bind(self._weights)
         del self._initial
+        self._places = {
+            name: Place(gradient=self._gradients.data[slot.start : slot.end].view(slot.shape), fresh=fresh)
+            for (name, slot), fresh in zip(self._slots.items(), self._fresh, strict=True)
+        }
         for name, site in self._sites.items():
             site.parameter.register_post_accumulate_grad_hook(self._arrival_of(self._slots[name]))
         self.main_parameters = [
@@ -156,7 +163,7 @@ class FlatGroup:
     def zero(self) -> None:
         """Gradients of an earlier step are forgotten; nothing is written: the first to arrive replaces them."""
         assert not self._reductions, "gradients are still on their way"
-        self._seen.clear()
+        self._fresh.fill_(True)
         self._waiting, self._started = [], 0
         for parameter in self.main_parameters:
             parameter.param.grad = None
@@ -164,41 +171,62 @@ class FlatGroup:
     def begin_last(self) -> None:
         """The next backward is the last one: a bucket whose gradients have all arrived is sent at once."""
         assert self.early, list(self._sites)
-        self._waiting = [len(bucket.slots) for bucket in self.layout.buckets]
+        self._waiting = [{slot.name for slot in bucket.slots} for bucket in self.layout.buckets]
 
     def _arrival_of(self, slot: Slot) -> Callable[[Tensor], None]:
         # the collector does not see through a parameter's hooks: what one holds strongly would live as long as the
         # process, and with this group every buffer and process group
         this = weakref.ref(self)
-        place = self._gradients.data[slot.start : slot.end].view(slot.shape)
+        place = self._places[slot.name]
 
         @torch.no_grad()
         def arrival(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             group = this()
-            assert gradient is not None
+            if gradient is None:
+                return  # a product has added it already; autograd runs hooks all the same (torch 2.13)
             assert group is not None, f"{slot.name}: its engine is gone"
             group._arrived(slot, place, gradient)
 
         return arrival
 
-    def _arrived(self, slot: Slot, place: Tensor, gradient: Tensor) -> None:
-        assert slot.bucket >= self._started, f"{slot.name}: a gradient arrived after its bucket was sent"
-        if slot.name in self._seen:
-            place.add_(gradient)
+    def targets_in(self, block: nn.Module) -> list[Target]:
+        """The layers of ``block`` whose backward may add to their weights' places itself."""
+        inside, found = set(block.modules()), []
+        for name, site in self._sites.items():
+            layer, attribute = site.owners[0]
+            # of a tied weight, autograd sums the gradients
+            if len(site.owners) > 1 or attribute != "weight" or not isinstance(layer, AccumulatingLinear):
+                continue
+            if layer in inside:
+                arrived = functools.partial(self._count, self._slots[name])
+                found.append(Target(layer=layer, place=self._places[name], arrived=arrived))
+        return found
+
+    def _arrived(self, slot: Slot, place: Place, gradient: Tensor) -> None:
+        if place.fresh:
+            place.gradient.copy_(gradient)
+            place.fresh.fill_(False)
         else:
-            self._seen.add(slot.name)
-            place.copy_(gradient)
+            place.gradient.add_(gradient)
+        self._count(slot)
+
+    def _count(self, slot: Slot) -> None:
+        assert slot.bucket >= self._started, f"{slot.name}: a gradient arrived after its bucket was sent"
         if self._waiting:
-            self._waiting[slot.bucket] -= 1
+            self._waiting[slot.bucket].discard(slot.name)
             self._start_ready()
 
     def _start_ready(self) -> None:
-        while self._started < len(self._waiting) and self._waiting[self._started] == 0:
+        while self._started < len(self._waiting) and not self._waiting[self._started]:
             self._start(self.layout.buckets[self._started])
 
     def _start(self, bucket: Bucket) -> None:
+        """Sends a bucket; parameters without a gradient count as zero."""
         self._started += 1
+        for slot in bucket.slots:
+            if self._places[slot.name].fresh:
+                self._gradients[slot.start : slot.end].zero_()
         lane, shard = self._lane, self.state.shard_of(self._gradients, bucket)
         with lane.run():
             finish = self._reducer.start(
@@ -211,11 +239,8 @@ class FlatGroup:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sends what has not been sent (parameters without a gradient count as zero) and waits for the sums."""
+        """Sends what has not been sent, and waits for the sums."""
         for bucket in self.layout.buckets[self._started :]:
-            for slot in bucket.slots:
-                if slot.name not in self._seen:
-                    self._gradients[slot.start : slot.end].zero_()
             self._start(bucket)
         for bucket, finish, mark in self._reductions:
             self._lane.wait(mark)

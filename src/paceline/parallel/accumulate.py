@@ -1,0 +1,155 @@
+"""Weight gradients without gradients: linear layers whose backward adds to the flat engine's buckets itself.
+
+    usual:  product -> parameter.grad -> hook -> added to the bucket         (`FlatGroup`)
+    here:   product, added to the bucket; the parameter gets no gradient     (`kernels/weight_gradient.py`)
+
+`accumulate_products` is applied to blocks from above, before they are compiled. The engine then gives each layer the
+`Place` of its weight's gradient when the block's forward begins. When a backward has reached the block's input, all
+products of the block have been issued; autograd says so through that input's hook, and the engine counts them as it
+counts gradients.
+
+What stays on the usual way: everything but matrices of plain linear layers (norms, biases, embeddings, the head,
+experts), weights that are tied, frozen, or used by other code than their layer's own forward (tensor parallelism), and
+any weight whose gradient somebody watches with a hook, as the search for non-finite gradients does.
+
+In a compiled block the place is an input of the graph, which the backward changes. Torch traces that as a copy and
+takes the copy out again (2.11 - 2.13; tests/parallel/test_accumulate.py sees that it does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.kernels.weight_gradient import accumulate_weight_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where gradients of one parameter are summed over micro-batches."""
+
+    gradient: Tensor
+    """In the shape of the parameter."""
+    fresh: Tensor
+    """Bool scalar in host memory: nothing has arrived in this step, and what ``gradient`` holds is to be replaced."""
+
+
+class AccumulatingLinear(nn.Linear):
+    """A `nn.Linear` that may have been given the place of its weight's gradient.
+
+    Layers are made into this; nobody builds one.
+    """
+
+    place: Tensor | None = None
+    fresh: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.place is None or self.fresh is None or not torch.is_grad_enabled():
+            return F.linear(input, self.weight, self.bias)
+        out: Tensor = _AccumulatingProduct.apply(input, self.weight, self.bias, self.place, self.fresh)
+        return out
+
+    def aim(self, place: Place | None) -> None:
+        """The next forward's backward adds to ``place``; None: its weight gets a gradient as usual."""
+        # .data: with version counters of their own. A micro-batch's backward changes both while the next one's forward,
+        # which saved them too, waits for its backward
+        self.place = None if place is None else place.gradient.data
+        self.fresh = None if place is None else place.fresh.data
+
+
+class _AccumulatingProduct(torch.autograd.Function):
+    """x [..., C], weight [D, C]; the weight is an input, so that there is a backward whatever x is. M: all dims of x
+    but the last as one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_DC: Tensor, bias_D: Tensor | None, place: Tensor, fresh: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_DC, place, fresh)
+        return F.linear(x, weight_DC, bias_D)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_DC, place, fresh = ctx.saved_tensors
+        grad_MD = grad.flatten(0, -2)
+        accumulate_weight_gradient(place, fresh, grad_MD, x.flatten(0, -2))
+        grad_x = grad @ weight_DC if ctx.needs_input_grad[0] else None
+        grad_bias = grad_MD.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias, None, None
+
+
+# ---- from above
+
+
+def accumulate_products(blocks: Sequence[nn.Module]) -> None:
+    """Plain linear layers inside become `AccumulatingLinear`, in place; names and parameters stay.
+
+    After tensor parallelism and anything else that replaces layers or their forward: what it changed is left alone.
+    """
+    for block in blocks:
+        for module in block.modules():
+            for layer in list(_plain_layers(module)):
+                layer.__class__ = AccumulatingLinear  # hooks, names and the parameters' places in the model stay
+
+
+def _plain_layers(parent: nn.Module) -> Iterator[nn.Linear]:
+    replaced = "project" in vars(parent)  # a sublayer that multiplies by its first matrices itself, see `tensor.py`
+    elsewhere = set(parent.in_projs) if replaced else set()  # type: ignore[arg-type]
+    for layer in parent.children():
+        # a subclass, or a layer with a forward of its own, has its own products
+        if type(layer) is nn.Linear and "forward" not in vars(layer) and layer not in elsewhere and _worth_it(layer):
+            yield layer
+
+
+def _worth_it(layer: nn.Linear) -> bool:
+    """Matrix products like sizes in multiples of 8; and a matrix of one row is no matrix (the gate of shared
+    experts)."""
+    return layer.in_features % 8 == 0 and layer.out_features % 8 == 0
+
+
+# ---- the engine's side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A layer, the place that its engine gave its weight, and what is to be called when a product has arrived."""
+
+    layer: AccumulatingLinear
+    place: Place
+    arrived: Callable[[], None]
+
+    @property
+    def watched(self) -> bool:
+        """Somebody wants to see this weight's gradient: there has to be one."""
+        return bool(self.layer.weight._backward_hooks)
+
+
+def announce_products(block: nn.Module, targets: Sequence[Target]) -> None:
+    """Layers are given their places before each forward of ``block``, and ``arrived`` is called for each of them when
+    a backward is through with the block.
+
+    Not called where the block's input needs no gradient (behind a frozen embedding): then nobody is told.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        aimed: list[Target] = []
+        for target in targets:
+            target.layer.aim(None if target.watched else target.place)
+            if not target.watched:
+                aimed.append(target)
+
+        @torch.no_grad()
+        def through(gradient: Tensor) -> None:
+            for target in aimed:
+                target.arrived()
+
+        if args[0].requires_grad:
+            # the input's gradient is complete when everything that depends on it has been through backward
+            args[0].register_hook(through)
+
+    block.register_forward_pre_hook(before)
