@@ -3,8 +3,9 @@
     python bench/profile_step.py recipes/llama3_8b.toml --steps 5 --out docs/measured/profile.json
     torchrun --nproc-per-node 2 bench/profile_step.py recipes/llama3_8b.toml
 
-Runs the trainer's own step on synthetic data and prints a table on rank 0. Kernels run on several streams, so the parts
-sum to more than the step; `exposed` is NCCL time during which no other kernel ran.
+Runs the trainer's own step on synthetic data and prints on rank 0: milliseconds by kind, the largest kernels of each
+kind, and the gaps in which no kernel ran, with what ran before and after them. Kernels run on several streams, so the
+parts sum to more than the step; `exposed` is NCCL time during which no other kernel ran.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.config.load import load_recipe
 from paceline.report.console import make_console, print_table
 from paceline.report.table import table
-from paceline.runtime.device import choose_device, device_name, versions
+from paceline.runtime.device import choose_device, device_name, synchronize, versions
 from paceline.runtime.process import process_group, process_info
 from paceline.training.feed import Feed, open_datasets
 from paceline.training.setup import build_parts, rates
@@ -40,6 +41,13 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("elementwise and reductions", r""),
 )
 """Name, and what a kernel's name contains; the first that fits."""
+LARGEST, NAME = 6, 110
+"""Kernels of a kind that are listed; characters of a name."""
+LAUNCH = 20e-6
+"""Seconds: a gap up to this is one that a launch leaves, a longer one is a wait for the host or for another rank."""
+
+Event: TypeAlias = tuple[str, float, float]
+"""Name, start and end in seconds."""
 
 
 def main() -> None:
@@ -51,7 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, ["data.train=synthetic", *arguments.overrides])
     info = process_info()
-    device = choose_device(info, "cuda")
+    device = choose_device(info, recipe.config.cluster.device)
     with process_group(info, device, timeout_seconds=timedelta(minutes=10).total_seconds()):
         parts = build_parts(recipe.config, recipe.registry, info, device)
         samples = (arguments.steps + 2) * recipe.config.train.global_batch_size
@@ -59,15 +67,17 @@ def main() -> None:
         feed = Feed.open(datasets.train, recipe.config, parts.mesh, device, start_sample=0)
         for step in range(1, arguments.steps + 1):
             parts.step.run(step, feed.next_step())
-        torch.cuda.synchronize()
+        synchronize(device)
         began = time.perf_counter()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        # on a CPU, to try it out: operations in the place of kernels, each within the one that called it
+        on_gpu = device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             parts.step.run(arguments.steps + 1, feed.next_step())
-            torch.cuda.synchronize()
+            synchronize(device)
         wall = time.perf_counter() - began
         feed.close()
         if info.is_main:
-            result = summarize(kernels(profiler), wall)
+            result = summarize(kernels(profiler, device), wall)
             train = recipe.config.train
             tokens = train.global_batch_size * train.seq_len / info.world_size
             result |= {
@@ -81,11 +91,12 @@ def main() -> None:
                 arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def kernels(profiler: profile) -> list[tuple[str, float, float]]:
-    """(name, start, end) of every kernel and copy on the GPU, in seconds."""
+def kernels(profiler: profile, device: torch.device) -> list[Event]:
+    """Every kernel and copy on the GPU."""
+    wanted = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
     found = []
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == wanted:
             found.append((event.name, event.time_range.start / 1e6, event.time_range.end / 1e6))
     return found
 
@@ -94,15 +105,16 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
-def summarize(events: Iterable[tuple[str, float, float]], wall: float) -> dict[str, Any]:
-    """Milliseconds by kind, the largest kernels, and what of the communication nothing hides."""
+def summarize(events: Iterable[Event], wall: float) -> dict[str, Any]:
+    """Milliseconds by kind, the largest kernels of each, what of the communication nothing hides, and the gaps."""
+    events = list(events)
     by_kind: dict[str, float] = defaultdict(float)
-    by_name: dict[str, float] = defaultdict(float)
+    by_name: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for name, start, end in events:
         kind = kind_of(name)
         by_kind[kind] += end - start
-        by_name[name] += end - start
+        by_name[kind][name].append(end - start)
         spans[kind == "communication"].append((start, end))
     busy, everything = length(spans[False]), length(spans[False] + spans[True])
     return {
@@ -111,9 +123,37 @@ def summarize(events: Iterable[tuple[str, float, float]], wall: float) -> dict[s
         "idle_ms": (wall - everything) * 1e3,
         "exposed_communication_ms": (everything - busy) * 1e3,
         "by_kind_ms": {kind: by_kind[kind] * 1e3 for kind, _ in KINDS if kind in by_kind},
-        "largest_kernels_ms": {
-            name[:110]: seconds * 1e3 for name, seconds in sorted(by_name.items(), key=lambda item: -item[1])[:25]
-        },
+        "largest_kernels": {kind: largest(by_name[kind]) for kind, _ in KINDS if kind in by_name},
+        "gaps": gaps(events),
+    }
+
+
+def largest(seconds: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    """The kernels that take most, with how often they ran."""
+    first = sorted(seconds.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+    return [{"name": name[:NAME], "ms": sum(each) * 1e3, "calls": len(each)} for name, each in first]
+
+
+def gaps(events: Sequence[Event]) -> dict[str, Any]:
+    """Times between the first and the last kernel in which none ran, and the longest of them with their neighbours."""
+    found: list[tuple[float, float, str, str]] = []
+    reached, last = float("inf"), ""
+    for name, start, end in sorted(events, key=lambda event: event[1]):
+        if start > reached:
+            found.append((start - reached, reached, last, name))
+        if not last or end > reached:
+            reached, last = end, name
+    began = min((start for _, start, _ in events), default=0.0)
+    short = [seconds for seconds, *_ in found if seconds <= LAUNCH]
+    return {
+        "number": len(found),
+        "ms": sum(seconds for seconds, *_ in found) * 1e3,
+        "of_launches": len(short),
+        "of_launches_ms": sum(short) * 1e3,
+        "longest": [
+            {"ms": seconds * 1e3, "at_ms": (at - began) * 1e3, "after": after[:NAME], "before": before[:NAME]}
+            for seconds, at, after, before in sorted(found, reverse=True)[:LARGEST]
+        ],
     }
 
 
@@ -134,7 +174,19 @@ def show(result: dict[str, Any]) -> None:
     ]
     console = make_console()
     print_table(console, table(("kind", ">ms", ">of the step"), rows))
-    print_table(console, table(("kernel", ">ms"), [(n, f"{ms:.1f}") for n, ms in result["largest_kernels_ms"].items()]))
+    kernels = [
+        (kind, each["name"], f"{each['ms']:.1f}", str(each["calls"]))
+        for kind, found in result["largest_kernels"].items()
+        for each in found
+    ]
+    print_table(console, table(("kind", "kernel", ">ms", ">calls"), kernels))
+    idle = result["gaps"]
+    console.print(
+        f"{idle['number']} gaps between kernels, {idle['ms']:.1f} ms; {idle['of_launches']} of them of at most "
+        f"{LAUNCH * 1e6:.0f} us, {idle['of_launches_ms']:.1f} ms"
+    )
+    rows = [(f"{gap['ms']:.2f}", f"{gap['at_ms']:.1f}", gap["after"], gap["before"]) for gap in idle["longest"]]
+    print_table(console, table((">gap, ms", ">at", "after", "before"), rows))
 
 
 if __name__ == "__main__":
