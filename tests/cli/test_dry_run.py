@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import resource
 import time
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.layout_tables import show_ranks
+from paceline.costs.hardware import find_hardware
 from tests.cli.commands import paceline
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -34,7 +36,7 @@ def test_large_layouts_are_shown_in_seconds_and_add_up(recipe: str, world_size: 
     assert time.monotonic() - start < 5
     assert f"Mesh: {world_size:,} ranks" in text
     held, again, left = map(
-        _number, re.findall(r"One copy of the model: ([\d,]+) .* - ([\d,]+) .* = ([\d,]+),", text)[0]
+        _number, re.findall(r"One copy of the model: ([\d,]+) .* - ([\d,]+) .*\n= ([\d,]+),", text)[0]
     )
     assert held - again == left == model
     assert len(re.findall(r"^\d+ +\d+ +\d+ +[\d-]+ .* %$", text, flags=re.MULTILINE)) == stages
@@ -44,10 +46,11 @@ def test_the_parameters_of_all_positions_add_up(tmp_path: Path) -> None:
     """Printed counts of a layout without tensor parallelism and with an untied head: their sum is the model's."""
     changes = ["model.preset=tiny_llama", "parallel.pp=4", "train.seq_len=128"]
     text = _shown(str(_empty(tmp_path)), "--nproc", "8", *(f"--set={change}" for change in changes))
-    table = text.split("What each rank holds")[1]
-    counts = re.findall(r"^\d +\d+, \d+ +([\d,]+) ", table, flags=re.MULTILINE)
-    assert len(counts) == 4
-    assert f"= {sum(map(_number, counts)):,}, the model's" in table
+    table = text.split("Parameters on each rank")[1]
+    rows = re.findall(r"^(\d)(?:-(\d))? +\d+(?:, |-)\d+ +([\d,]+) ", table, flags=re.MULTILINE)
+    held = [(int(last or first) - int(first) + 1, _number(count)) for first, last, count in rows]
+    assert sum(positions for positions, _ in held) == 4
+    assert f"= {sum(positions * count for positions, count in held):,}, the model's" in table
 
 
 def test_the_mesh_tells_who_is_where(tmp_path: Path) -> None:
@@ -76,6 +79,64 @@ def test_layers_that_do_not_divide_get_a_layout(tmp_path: Path) -> None:
         *(f"--set={change}" for change in changes),
     )
     assert again.replace("as the recipe says", "cut by cost") == text
+
+
+def test_a_million_ranks_are_shown_in_seconds_in_bounded_memory(tmp_path: Path) -> None:
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, time.monotonic()
+    text = _shown(str(_empty(tmp_path)), "--nproc", "1000000", "--set=train.global_batch_size=1000000")
+    assert time.monotonic() - start < 5
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 400 * 1024)  # KiB
+    assert "Mesh: 1,000,000 ranks" in text and "0-999999" in text and len(text.splitlines()) < 60
+    refused = paceline("train", str(_empty(tmp_path)), "--dry-run", "--nproc", "1000000000")
+    assert refused.returncode == 2 and "1,000,000,000 ranks are more than 1,048,576" in refused.stderr
+
+
+@pytest.mark.parametrize("recipe", ["gpt3_175b", "deepseek_v3", "tiny_moe", "qwen3_moe_12l"])
+def test_tables_can_be_read_on_110_columns(recipe: str) -> None:
+    tables, _, _ = _shown(str(RECIPES / f"{recipe}.toml")).partition("\nnote: ")
+    assert [line for line in tables.splitlines() if len(line) > 110] == []
+
+
+def test_long_pipelines_lose_their_middle(tmp_path: Path) -> None:
+    changes = ["model.num_layers=128", "parallel.pp=128", "train.global_batch_size=256"]
+    text = _shown(str(_empty(tmp_path)), *(f"--set={change}" for change in changes))
+    assert "... 96 more" in text and len(text.splitlines()) < 125
+    assert re.search(r"^1-126 +1-126 ", text, flags=re.MULTILINE)  # positions that hold the same are one row
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ([], r"ranks +1 +nothing says otherwise: --nproc N"),
+        (["parallel.tp=2", "parallel.pp=2"], r"ranks +4 +the fewest that the layout fits \(or --nproc N\)"),
+        (["parallel.dp_shard=2", "parallel.cp=2"], r"ranks +4 +the fewest"),
+        (["model.num_experts=4", "model.top_k=2", "parallel.ep=4", "parallel.pp=2"], r"ranks +8 +the fewest"),
+        (
+            ["cluster.nodes=1", "cluster.gpus_per_node=4"],
+            r"ranks +4 +cluster.nodes 1 x cluster.gpus_per_node 4 \(or --nproc N\)",
+        ),
+    ],
+)
+def test_the_number_of_ranks_is_said_with_who_chose_it(tmp_path: Path, changes: list[str], row: str) -> None:
+    assert re.search(row, _shown(str(_empty(tmp_path)), *(f"--set={change}" for change in changes)))
+
+
+def test_cards_are_judged() -> None:
+    llama = str(RECIPES / "llama3_8b.toml")
+    text = _shown(llama, "--nproc", "8", "--set=cluster.gpu=H100 SXM", "--set=parallel.zero=1")
+    total = float(re.findall(r"^total +([\d.]+) GiB", text, flags=re.MULTILINE)[0]) * 2**30 / 1e9
+    lines = dict(
+        line.split(": ", 1) for line in text.splitlines() if line.startswith(("fits", "tight", "does not fit"))
+    )
+    for verdict, low, high in (("fits", 0.0, 0.8), ("tight", 0.8, 1.0), ("does not fit", 1.0, 1e9)):
+        for name in filter(None, lines.get(verdict, "").split(", ")):
+            card = find_hardware(name)
+            assert card is not None and low <= total / card.memory_gb <= high
+    assert f"cluster.gpu: {total / 80:.0%} of the 80 GB of H100 SXM" in text
+    assert "warning: the estimate is" in text
+    # only what would still help is proposed
+    step = text.split("warning: the estimate is")[1]
+    assert "parallel.zero = 3" in step and "smaller train.micro_batch_size" not in step
 
 
 def test_the_machines_of_the_recipe_say_how_many_ranks(tmp_path: Path) -> None:

@@ -39,9 +39,13 @@ def test_groups_are_those_of_the_mesh() -> None:
 
 def test_nodes_that_groups_reach_over() -> None:
     grid = RankGrid(parallel=ParallelConfig(tp=8, pp=16), world_size=1024)
-    assert grid.nodes_spanned("tp", 8) == 1 and grid.nodes_spanned("tp", 4) == 2
-    assert grid.nodes_spanned("dp_shard", 8) == 8 and grid.nodes_spanned("pp", 8) == 16
-    assert stride_of((0, 64, 128)) == 64 and stride_of((0, 1, 8)) is None and stride_of((5,)) is None
+    assert grid.order.nodes_spanned("tp", 8) == 1 and grid.order.nodes_spanned("tp", 4) == 2
+    assert grid.order.nodes_spanned("dp_shard", 8) == 8 and grid.order.nodes_spanned("pp", 8) == 16
+    assert (
+        stride_of((0, 64, 128)) == 64 == stride_of(range(0, 256, 64))
+        and stride_of((0, 1, 8)) is None
+        and stride_of((5,)) is None
+    )
 
 
 def test_experts_that_do_not_fold_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from paceline.costs.activations import (
 from paceline.costs.layers import count_parameters
 from paceline.costs.memory import MemoryEstimate, estimate, estimate_pipeline, is_matrix, moment_bytes
 from paceline.costs.parameters import Holdings, count_boxes, model_shapes, rank_parameters
+from paceline.costs.pipeline import schedule
 from paceline.costs.stages import cut_stages, stages_of_rank
 from paceline.models.transformer import Transformer
 from paceline.optim.groups import parameter_kind
@@ -252,6 +254,24 @@ def test_peaks_of_schedules() -> None:
     assert [peak(rank, "1f1b", 1) for rank in range(4)] == [16, 12, 8, 4]
     assert peak(0, "interleaved_1f1b", 2) == 16 * (1 + 3 / 8)
     assert {peak(rank, "zbv", 2) for rank in range(4)} == {16}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zero_bubble", 2), ("zbv", 2)]
+)
+def test_a_long_step_peaks_as_a_shorter_one_does(name: Any, stages: int) -> None:
+    """`peak_held` looks at the start of a long schedule only: the rest repeats it."""
+    draw = random.Random(7)
+    for ranks in (2, 3, 4, 6):
+        parallel = ParallelConfig(pp=ranks, pipeline_schedule=name, stages_per_rank=stages)
+        for micro_batches in [*range(1, 40), 97, 160, 161, 195, 255]:
+            for rank, actions in enumerate(schedule(name, ranks, stages, micro_batches)):
+                weights = {stage: draw.randint(1, 9) for stage in stages_of_rank(parallel, rank)}
+                held = peak = 0
+                for action in actions:
+                    held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind] * weights[action.stage]
+                    peak = max(peak, held)
+                assert peak_held(parallel, rank, micro_batches, weights) == peak, (ranks, rank, micro_batches)
 
 
 def test_the_heaviest_stage_is_reported_not_the_mean() -> None:

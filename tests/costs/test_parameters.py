@@ -76,6 +76,7 @@ LAYOUTS = [
     ("tiny_switch", {"tp": 2, "ep": 2, "pp": 2}, 8),
     ("tiny_deepseek", {"tp": 4, "ep": 2, "pp": 2, "pipeline_schedule": "zbv", "stages_per_rank": 2}, 8),
     ("tiny_deepseek", {"ep": 8, "pp": 2, "dp_replicate": 2}, 16),
+    ("tiny_deepseek", {"tp": 4, "pp": 2, "order": ("tp", "dp_shard", "pp", "cp", "dp_replicate")}, 16),
 ]
 
 
@@ -86,7 +87,7 @@ def test_ranks_hold_what_a_build_of_their_stages_would(name: str, parallel: dict
     built, holdings = Transformer(model, device="meta"), Holdings(config, world_size)
     stages = cut_stages(config, config.parallel.stages)
     for rank in range(world_size):
-        place = holdings.grid.coordinates[rank]
+        place = holdings.grid.coordinate(rank)
         local: dict[str, tuple[int, ...]] = {}
         for stage in stages_of_rank(config.parallel, place["pp"]):
             part = built.part(stages[stage], first=stage == 0, last=stage == len(stages) - 1)
@@ -97,6 +98,12 @@ def test_ranks_hold_what_a_build_of_their_stages_would(name: str, parallel: dict
         boxes = rank_parameters(config, world_size, place)
         assert {key: box.shape for key, box in boxes.items()} == local
         assert holdings.of_rank(rank).total == count_boxes(boxes)
+    held = [holdings.of_rank(rank).total for rank in range(world_size)]
+    assert holdings.of_all_ranks == sum(held)
+    for stage in range(config.parallel.pp):
+        ranks = holdings.grid.order.stage(stage)
+        assert held[ranks[0]] == max(held[rank] for rank in ranks)
+        assert held[ranks[-1]] == min(held[rank] for rank in ranks)
 
 
 @pytest.mark.parametrize(("name", "parallel", "world_size"), LAYOUTS, ids=str)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 
-from paceline.cli.layout_tables import holdings_table, mesh_table, stages_table
+from paceline.cli.cards import card_findings, card_lines
+from paceline.cli.layout_tables import byte_unit, memory_table, mesh_table, parameters_table, stages_table
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
-from paceline.costs.hardware import find_hardware, hardware_names
 from paceline.costs.layers import count_parameters, training_flops_per_token
 from paceline.costs.memory import MemoryEstimate, estimate_pipeline
 from paceline.costs.parameters import Holdings
@@ -18,17 +20,13 @@ from paceline.data.sidecar import read_sidecar
 from paceline.errors import ConfigError
 from paceline.report import units
 from paceline.report.console import make_console, print_findings, print_table
-from paceline.report.finding import Finding
 from paceline.report.table import Table, table
 from paceline.runtime.launcher import process_info
-
-SAFE_SHARE = 0.8
-"""Estimates up to this share of the memory have not been seen to run out of it (see `costs/memory.py`)."""
 
 _KINDS = {
     "weights": "what the model computes with, or its shards",
     "gathered": "weights whole for a while, gradients not yet reduced",
-    "gradients": "",
+    "gradients": "summed over the micro-batches of a step",
     "masters": "fp32 copies that the optimizer updates",
     "moments": "the optimizer's state",
     "activations": "kept for the backward pass of a micro-batch",
@@ -40,38 +38,54 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
     """Checks the recipe and prints what a run of it would be. Starts nothing, writes nothing.
 
     Args:
-        nproc: world size; None = what the launcher's environment says, or the machines of `[cluster]`, or 1.
+        nproc: world size; None = what the launcher's environment says, or the machines of `[cluster]`, or the fewest
+            ranks that the layout fits.
 
     Raises:
         ConfigError: the recipe is not usable on so many ranks.
     """
     config = recipe.config
-    world_size = nproc or _world_size(config)
+    world_size, reason = _world_size(config, nproc)
     findings = check(config, recipe.registry, world_size)
     refuse_errors(findings)
     _check_data(config, recipe.registry)
     holdings, estimates = Holdings(config, world_size), estimate_pipeline(config, world_size)
     memory = max(estimates, key=lambda found: found.total)
+    several = config.parallel.pp > 1
     console = make_console()
-    print_table(console, _work(config, world_size))
+    print_table(console, _work(config, world_size, reason))
     for shown in (
         mesh_table(config, holdings.grid),
-        *((stages_table(config),) if config.parallel.pp > 1 else ()),
-        holdings_table(config, holdings, estimates),
-        _memory(memory),
+        *((stages_table(config),) if several else ()),
+        parameters_table(config, holdings),
+        *((memory_table(estimates),) if several else ()),
+        _memory(config, memory),
     ):
         console.print()
         print_table(console, shown)
-    findings += _fits(config, memory)
+    findings += card_findings(config, memory, world_size)
     if findings:
         console.print()
         print_findings(console, findings)
     _end(console, config)
 
 
-def _world_size(config: RunConfig) -> int:
-    info, cluster = process_info(), config.cluster
-    return cluster.nodes * cluster.gpus_per_node if info.launcher == "single" and cluster.nodes else info.world_size
+def _world_size(config: RunConfig, nproc: int | None) -> tuple[int, str]:
+    """The number of ranks, and who says so."""
+    info, cluster, parallel = process_info(), config.cluster, config.parallel
+    if nproc:
+        return nproc, "--nproc"
+    if info.launcher != "single":
+        return info.world_size, f"the environment of {info.launcher} (or --nproc N)"
+    if cluster.nodes:
+        reason = f"cluster.nodes {cluster.nodes} x cluster.gpus_per_node {cluster.gpus_per_node}"
+        return cluster.nodes * cluster.gpus_per_node, f"{reason} (or --nproc N)"
+    fewest = parallel.model_ranks * parallel.dp_replicate * max(1, parallel.dp_shard)
+    if not parallel.dp_shard:  # so many more that the experts fold over the ranks of a stage
+        fewest = math.lcm(fewest, parallel.pp * parallel.ep * parallel.etp)
+    if fewest == 1:
+        return 1, "nothing says otherwise: --nproc N plans for N ranks"
+    return fewest, "the fewest that the layout fits (or --nproc N)"
 
 
 def _check_data(config: RunConfig, registry: Registry) -> None:
@@ -101,7 +115,7 @@ def _check_data(config: RunConfig, registry: Registry) -> None:
                 )
 
 
-def _work(config: RunConfig, world_size: int) -> Table:
+def _work(config: RunConfig, world_size: int, reason: str) -> Table:
     train, count = config.train, count_parameters(config.model)
     tokens = train.global_batch_size * train.seq_len
     micro = train.global_batch_size // (train.micro_batch_size * config.parallel.dp_degree(world_size))
@@ -109,10 +123,11 @@ def _work(config: RunConfig, world_size: int) -> Table:
     flops = training_flops_per_token(config.model, train.seq_len, convention)
     parameters = units.count(count.total)
     if config.model.is_moe:
-        parameters += f" in all, {units.count(count.active)} active"
+        parameters += f", {units.count(count.active)} active"
     name = f" ({config.model.preset})" if config.model.preset else ""
     rows = [
-        ("parameters", f"{parameters}{name}", f"{count.total:,}"),
+        ("ranks", f"{world_size:,}", reason),
+        ("parameters", parameters, f"{count.total:,}{name}"),
         ("tokens a step", units.count(tokens), f"{train.global_batch_size} sequences of {train.seq_len}"),
         (
             "micro-batches a step",
@@ -126,46 +141,15 @@ def _work(config: RunConfig, world_size: int) -> Table:
     return table(("run", "", ""), rows)
 
 
-def _memory(memory: MemoryEstimate) -> Table:
-    sizes = memory.as_dict()
-    rows = [(kind, units.gib(sizes[kind]), why) for kind, why in _KINDS.items() if sizes[kind]]
-    rows.append(("total", units.gib(memory.total), "on the device"))
+def _memory(config: RunConfig, memory: MemoryEstimate) -> Table:
+    sizes, (unit, divisor) = memory.as_dict(), byte_unit(memory.total)
+    rows = [(kind, f"{sizes[kind] / divisor:.2f} {unit}", why) for kind, why in _KINDS.items() if sizes[kind]]
+    rows.append(("total", f"{memory.total / divisor:.2f} {unit}", "on the device"))
     if memory.host:
-        rows.append(("host", units.gib(memory.host), "offloaded, in host memory"))
+        rows.append(("host", units.size(memory.host), "offloaded, in host memory"))
     notes = ("Estimated; not in it: CUDA and its libraries (1-3 GB), buffers of NCCL, fragmentation.",)
-    return table(("kind", ">memory", ""), rows, title="Memory of the most loaded rank", notes=notes)
-
-
-def _fits(config: RunConfig, memory: MemoryEstimate) -> list[Finding]:
-    """Whether it fits the GPU that `cluster.gpu` names; nothing where none is named."""
-    if not config.cluster.gpu:
-        return []
-    hardware = find_hardware(config.cluster.gpu)
-    if hardware is None:
-        raise ConfigError(
-            f"cluster.gpu = {config.cluster.gpu!r} is not in the table of hardware",
-            evidence=f"It has: {', '.join(hardware_names())}.",
-            next_step="Take one of these names, or leave cluster.gpu empty.",
-        )
-    share = memory.total / (hardware.memory_gb * 1e9)
-    if share <= SAFE_SHARE:
-        return []
-    return [
-        Finding(
-            id="costs.memory",
-            severity="warning",
-            subject=f"the estimate is {share:.0%} of the {hardware.memory_gb:g} GB of {hardware.name}",
-            evidence=f"Up to {SAFE_SHARE:.0%} is safe; the largest part is {_largest(memory)}.",
-            next_step="More ranks with parallel.zero = 1, 2 or 3, a smaller train.micro_batch_size, "
-            "parallel.recompute = 'selective' or 'full', or parallel.offload.",
-        )
-    ]
-
-
-def _largest(memory: MemoryEstimate) -> str:
-    sizes = memory.as_dict()
-    kind = max(_KINDS, key=lambda name: sizes[name])
-    return f"{kind}, {units.gib(sizes[kind])}"
+    title = "Memory of a rank" + (", the most loaded one" if config.parallel.pp > 1 else "")
+    return table(("kind", ">memory", ""), rows, title=title, notes=(*notes, *card_lines(config, memory)))
 
 
 def _end(console: Console, config: RunConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TypeVar
 
 from paceline.config.run import RunConfig
 from paceline.costs.grid import EXPERT_AXES, RankGrid, stride_of
@@ -13,12 +15,13 @@ from paceline.costs.stages import cut_stages, stage_costs, stages_of_rank
 from paceline.report import units
 from paceline.report.table import Table, table
 
-_SHARDED = (
-    "nothing is sharded",
-    "optimizer state",
-    "optimizer state, gradients",
-    "optimizer state, gradients, weights",
-)
+Item = TypeVar("Item")
+
+MOST_ROWS = 32
+"""Of a table; longer ones lose their middle."""
+
+_SHARDED = ("nothing", "optimizer state", "optimizer state and gradients", "all state and the weights")
+"""By `parallel.zero`."""
 
 
 def mesh_table(config: RunConfig, grid: RankGrid) -> Table:
@@ -28,25 +31,28 @@ def mesh_table(config: RunConfig, grid: RankGrid) -> Table:
     axes = [axis for axis in grid.sizes if config.model.is_moe or axis not in EXPERT_AXES]
     rows = []
     for axis in axes:
-        group = next(group for group in grid.groups(axis) if 0 in group)
-        spanned = grid.nodes_spanned(axis, per_node)
-        alone = len(group) == 1
+        group = grid.order.group(axis, 0)
+        if len(group) == 1:
+            rows.append((axis, "1", "", "", "", ""))
+            continue
+        spanned = grid.order.nodes_spanned(axis, per_node)
         rows.append(
             (
                 axis,
-                str(grid.sizes[axis]),
-                "" if alone else f"{stride_of(group) or 'various'}",
+                f"{len(group):,}",
+                f"{stride_of(group) or 'various'}",
                 show_ranks(group),
-                "" if alone else "inside a node" if spanned == 1 else f"over {spanned} nodes",
+                "inside a node" if spanned == 1 else f"over {spanned:,} nodes",
                 travels[axis],
             )
         )
     world = grid.world_size
     notes = [f"Nodes of cluster.gpus_per_node = {per_node}, filled in the order of the ranks."]
+    notes.append(f"parallel.zero = {config.parallel.zero} shards {_SHARDED[config.parallel.zero]} over dp_shard x cp.")
     if config.model.is_moe:
         notes.append("edp, ep and etp are the ranks of a pipeline stage once more, folded for experts.")
     return table(
-        ("axis", ">degree", ">step", "ranks with rank 0", "reaches", "what lies along it, and travels"),
+        ("axis", ">degree", ">step", "ranks with rank 0", "reaches", "what travels"),
         rows,
         title=f"Mesh: {world:,} rank{'s' if world > 1 else ''}, neighbours differ in the last dense axis",
         notes=notes,
@@ -57,17 +63,17 @@ def _travels(config: RunConfig) -> dict[str, str]:
     parallel = config.parallel
     reduced = "gradients, summed once a step"
     if parallel.zero:
-        reduced = f"{_SHARDED[parallel.zero]} (zero {parallel.zero}): gradients, and weights where they are needed"
+        reduced = "gradients, and weights where they are needed"
     ring = parallel.cp_method == "ring"
     return {
-        "pp": "pipeline stages: activations on, their gradients back",
-        "dp_replicate": "copies of the sharded state: gradients, summed once a step",
+        "pp": "hidden states on, their gradients back",
+        "dp_replicate": "gradients, summed once a step",
         "dp_shard": reduced,
-        "cp": "parts of a sequence: " + ("keys and values, around a ring" if ring else "heads for tokens, all-to-all"),
-        "tp": "parts of a matrix and of a sequence: activations, gathered and summed in every layer",
-        "edp": "copies of the same experts: gradients, once a step",
-        "ep": "experts: tokens, to their experts and back in every expert layer",
-        "etp": "parts of an expert: its tokens, gathered and summed",
+        "cp": "keys and values, around a ring" if ring else "heads for tokens, all-to-all",
+        "tp": "activations, gathered and summed in a layer",
+        "edp": "gradients of experts, once a step",
+        "ep": "tokens, to their experts and back",
+        "etp": "tokens of an expert, gathered and summed",
     }
 
 
@@ -98,10 +104,10 @@ def stages_table(config: RunConfig) -> Table:
     layout = ", ".join(str(len(blocks)) for blocks in stages)
     return table(
         ("stage", ">on rank", ">layers", "which", "and", ">parameters", ">share of FLOPs"),
-        rows,
+        _shortened(rows),
         title=f"Pipeline stages ({parallel.pipeline_schedule}), {given}",
         notes=(
-            f"parallel.pipeline_layout = [{layout}]",
+            *((f"parallel.pipeline_layout = [{layout}]",) if len(stages) <= MOST_ROWS else ()),
             f"The slowest rank takes {units.percent(slowest / mean - 1)} longer than the mean.",
         ),
     )
@@ -112,52 +118,93 @@ def _ends(config: RunConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     if any(name.startswith("norm.") for name in shapes):
         ends.append("head (tied)" if config.model.tie_embeddings else "head")
     if any(name.startswith("mtp.") for name in shapes):
-        ends.append("multi-token prediction")
+        ends.append("multi-token")
     return ends
 
 
-def holdings_table(config: RunConfig, holdings: Holdings, memory: Sequence[MemoryEstimate]) -> Table:
-    """Parameters and memory of the ranks at each position of the pipeline, and whether all of it adds up.
+def parameters_table(config: RunConfig, holdings: Holdings) -> Table:
+    """Parameters on the ranks at each position of the pipeline, and whether all of it adds up."""
+    rows = []
+    for first, last, (most, least, experts) in _runs([_held(holdings, stage) for stage in range(config.parallel.pp)]):
+        begin, end = holdings.grid.order.stage(first), holdings.grid.order.stage(last)
+        alone = first == last or not isinstance(begin, range)  # stages that lie side by side join to one range
+        rows.append(
+            (
+                show_run(first, last),
+                show_ranks(begin if alone else range(begin[0], end[-1] + 1)),
+                f"{most:,}",
+                "the same" if least == most else f"{least:,}",
+                *((units.count(experts),) if config.model.is_moe else ()),
+            )
+        )
+    experts_too = (">of experts",) if config.model.is_moe else ()
+    return table(
+        ("pp", "ranks", ">parameters", ">least", *experts_too),
+        _shortened(rows),
+        title="Parameters on each rank, before ZeRO shards them",
+        notes=_sums(config, holdings),
+    )
+
+
+def _held(holdings: Holdings, stage: int) -> tuple[int, int, int]:
+    """The most and the least that a rank of the stage holds, and of the most the part of experts."""
+    ranks = holdings.grid.order.stage(stage)
+    most, least = holdings.of_rank(ranks[0]), holdings.of_rank(ranks[-1])
+    return most.total, least.total, most.experts
+
+
+def memory_table(memory: Sequence[MemoryEstimate]) -> Table:
+    """Bytes by kind at each position of the pipeline.
 
     Args:
         memory: of the most loaded rank at each position.
     """
-    rows = []
-    for pipeline_rank, found in enumerate(memory):
-        ranks = holdings.grid.ranks_at(pipeline_rank)
-        held = [holdings.of_rank(rank) for rank in ranks]
-        most = max(held, key=lambda one: one.total)
-        least = min(one.total for one in held)
-        rows.append(
-            (
-                str(pipeline_rank),
-                show_ranks(ranks),
-                f"{most.total:,}",
-                "the same" if least == most.total else f"{least:,}",
-                *((units.count(most.experts),) if config.model.is_moe else ()),
-                units.gib(found.states + found.gathered),
-                units.gib(found.activations + found.logits),
-                units.gib(found.total),
-            )
-        )
-    experts = (">of experts",) if config.model.is_moe else ()
+    kinds = [kind for kind in memory[0].as_dict() if kind != "host" and any(found.as_dict()[kind] for found in memory)]
+    unit, divisor = byte_unit(max(found.total for found in memory))
+    cells = [tuple(f"{found.as_dict()[kind] / divisor:.2f}" for kind in kinds) for found in memory]
+    rows = [(show_run(first, last), *cell) for first, last, cell in _runs(cells)]
     return table(
-        ("pp", "ranks", ">parameters", ">least", *experts, ">states", ">activations", ">memory"),
-        rows,
-        title="What each rank holds: parameters before ZeRO shards them, memory after",
-        notes=_sums(config, holdings),
+        ("pp", *(f">{kind}" for kind in kinds)), _shortened(rows), title=f"Memory of a rank by position, in {unit}"
     )
+
+
+def byte_unit(largest: int) -> tuple[str, int]:
+    """(name, bytes) of the unit for numbers that are compared, so that the largest is seen."""
+    return next((name, size) for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 1024)) if largest >= size / 2)
+
+
+def _runs(values: Sequence[Item]) -> Iterator[tuple[int, int, Item]]:
+    """(first, last, value) of every run of equal values."""
+    start = 0
+    for value, run in groupby(values):
+        length = len(list(run))
+        yield start, start + length - 1, value
+        start += length
+
+
+def show_run(first: int, last: int) -> str:
+    """``3``, ``1-14``."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _shortened(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+    """Long tables lose their middle."""
+    if len(rows) <= MOST_ROWS:
+        return rows
+    ends = MOST_ROWS // 2
+    gap = (f"... {len(rows) - 2 * ends} more", *("" for _ in rows[0][1:]))
+    return [*rows[:ends], gap, *rows[-ends:]]
 
 
 def _sums(config: RunConfig, holdings: Holdings) -> tuple[str, ...]:
     held, again = holdings.one_copy
     model = count_parameters(config.model).total
     assert held - again == model, f"{held:,} - {again:,} parameters on the ranks, {model:,} in the model"
-    everywhere = sum(holdings.of_rank(rank).total for rank in range(holdings.grid.world_size))
+    everywhere = holdings.of_all_ranks
     return (
-        f"One copy of the model: {held:,} parameters on its ranks - {again:,} held more than once = {model:,}, "
-        "the model's.",
-        f"All ranks together: {everywhere:,}, {everywhere / model:.2f} times the model.",
+        f"One copy of the model: {held:,} on its ranks - {again:,} held more than once",
+        f"= {model:,}, the model's.",
+        f"All ranks together: {everywhere:,}, {everywhere / model:,.2f} times the model.",
     )
 
 

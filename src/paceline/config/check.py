@@ -32,6 +32,9 @@ from paceline.report.finding import Finding
 UNREAD = (("cluster", "calibration"),)
 """Fields of the schema that belong to parts which are not there yet; anything but the default is refused."""
 
+MAX_RANKS = 2**20
+"""Several times the largest clusters of 2026."""
+
 
 def check(config: RunConfig, registry: Registry, world_size: int) -> list[Finding]:
     """Everything that is known to be wrong or doubtful about this recipe on so many ranks.
@@ -39,6 +42,7 @@ def check(config: RunConfig, registry: Registry, world_size: int) -> list[Findin
     Raises:
         ConfigError: the degrees of `[parallel]` do not make the world size.
     """
+    _refuse_too_many(world_size)
     missing = list(_not_yet(config, registry))
     if missing:
         # first: what is not there cannot be made to fit either
@@ -65,6 +69,15 @@ def refuse_errors(findings: list[Finding]) -> None:
     first, *rest = errors
     also = "".join(f"\n  Also: {finding.subject}. {finding.next_step}" for finding in rest)
     raise ConfigError(first.subject, evidence=first.evidence, next_step=first.next_step + also)
+
+
+def _refuse_too_many(world_size: int) -> None:
+    if world_size > MAX_RANKS:
+        raise ConfigError(
+            f"{world_size:,} ranks are more than {MAX_RANKS:,}",
+            evidence="No cluster has as many GPUs; rules and tables are made for those there are.",
+            next_step="Look at --nproc, cluster.nodes and the degrees of [parallel]: one is too large.",
+        )
 
 
 def _refuse_world_size(asked: Asked) -> None:

@@ -6,11 +6,11 @@ All of them belong inside a node, where links are some ten times faster. Pipelin
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 from paceline.config.asked import Asked, error, listed
 from paceline.config.layout import tensor_degrees
+from paceline.config.ranks import RankOrder
 from paceline.report.finding import Finding
 
 
@@ -39,7 +39,8 @@ def locality(asked: Asked) -> Iterator[Finding]:
     per_node, parallel = asked.config.cluster.gpus_per_node, asked.parallel
     if asked.world_size <= per_node:
         return
-    if parallel.tp > 1 and _crosses(dense_groups(asked, ("tp",)), per_node):
+    ranks = RankOrder(parallel=parallel, world_size=asked.world_size)
+    if ranks.nodes_spanned("tp", per_node) > 1:
         yield Finding(
             id="config.tp-across-nodes",
             severity="warning",
@@ -47,11 +48,11 @@ def locality(asked: Asked) -> Iterator[Finding]:
             evidence="Every layer waits for its gathers and scatters, between nodes at a tenth of the speed or less.",
             next_step=_keep_inside(asked),
         )
-    for axis, groups, what in (
-        ("cp", dense_groups(asked, ("cp",)), "keys and values of every layer"),
-        ("ep", expert_groups(asked), "the tokens of every expert layer"),
+    for axis, what in (
+        ("cp", "keys and values of every layer"),
+        ("ep", "the tokens of every expert layer"),
     ):
-        if getattr(parallel, axis) > 1 and _crosses(groups, per_node):
+        if ranks.nodes_spanned(axis, per_node) > 1:
             yield Finding(
                 id=f"config.{axis}-across-nodes",
                 severity="note",
@@ -80,34 +81,3 @@ def _smaller(asked: Asked, axis: str) -> str:
     if getattr(asked.parallel, axis) <= limit:
         return "its groups would fit; look at parallel.order and cluster.gpus_per_node"
     return f"parallel.{axis} up to {limit}" + (f" beside parallel.{inner} = {degree}" if degree > 1 else "")
-
-
-def dense_groups(asked: Asked, axes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks that differ along ``axes`` only, for each of their groups. Mirrors `parallel/mesh.py`."""
-    order = asked.parallel.order
-    fixed = [position for position, name in enumerate(order) if name not in axes]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(itertools.product(*(range(size) for size in _sizes(asked)))):
-        groups.setdefault(tuple(place[position] for position in fixed), []).append(rank)
-    return list(groups.values())
-
-
-def expert_groups(asked: Asked) -> list[list[int]]:
-    """The ranks among which the experts of a stage are dealt out: neighbours of the stage, `etp` apart."""
-    parallel = asked.parallel
-    groups = []
-    for stage in dense_groups(asked, tuple(name for name in parallel.order if name != "pp")):
-        block = parallel.ep * parallel.etp
-        for start in range(0, len(stage), block):
-            groups += [stage[start + first : start + block : parallel.etp] for first in range(parallel.etp)]
-    return groups
-
-
-def _sizes(asked: Asked) -> list[int]:
-    parallel = asked.parallel
-    shard = parallel.shard_degree(asked.world_size)
-    return [shard if name == "dp_shard" else getattr(parallel, name) for name in parallel.order]
-
-
-def _crosses(groups: list[list[int]], per_node: int) -> bool:
-    return any(len({rank // per_node for rank in group}) > 1 for group in groups)

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, ModelConfig, MoESpec
 from paceline.config.parallel import ParallelConfig
 from paceline.config.run import RunConfig
 from paceline.config.train import TrainConfig
-from paceline.costs.pipeline import schedule
+from paceline.costs.pipeline import rank_schedule
 from paceline.costs.stages import cut_stages, stages_of_rank
 
 
@@ -69,23 +70,30 @@ def peak_held(parallel: ParallelConfig, pipeline_rank: int, micro_batches: int, 
     if parallel.pp == 1:
         return sum(by_stage.values())
     name, held, peak = parallel.pipeline_schedule, 0, 0
-    for action in schedule(name, parallel.pp, parallel.stages_per_rank, micro_batches)[pipeline_rank]:
+    if name == "1f1b":
+        return min(micro_batches, parallel.pp - pipeline_rank) * sum(by_stage.values())
+    rounds = max(1, micro_batches // parallel.pp)
+    size, longer = divmod(micro_batches, rounds)
+    # first come the longer rounds, then shorter ones that repeat each other: so many of these are enough
+    micro_batches = min(rounds, longer + 6) * size + longer
+    for action in rank_schedule(name, parallel.pp, parallel.stages_per_rank, micro_batches, pipeline_rank):
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind] * by_stage[action.stage]
         peak = max(peak, held)
     return peak
 
 
-def _kept_by_block(config: RunConfig) -> tuple[list[int], list[int]]:
+@lru_cache(maxsize=8)
+def _kept_by_block(config: RunConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes a token of every block, those of multi-token prediction last: kept under its recompute mode; all of it."""
     model, modes = config.model, config.parallel.recompute
     blocks = (*model.blocks(), *model.mtp_blocks())
     mode_of = [modes] * model.num_layers if isinstance(modes, str) else list(modes)
     mode_of += ["none"] * model.mtp_layers  # multi-token prediction is never recomputed
-    whole = [block_activations(model, block, config) for block in blocks]
-    kept = [
+    whole = tuple(block_activations(model, block, config) for block in blocks)
+    kept = tuple(
         recomputed_activations(block, mode, config, all_bytes)
         for block, mode, all_bytes in zip(blocks, mode_of, whole, strict=True)
-    ]
+    )
     return kept, whole
 
 

@@ -153,6 +153,15 @@ _TABLE = (
 )  # fmt: skip
 
 
+_COMMON = ("RTX 4090", "A100 SXM 40", "L40S", "A100 SXM 80", "H100 SXM", "H200 SXM", "B200 SXM", "MI300X")
+"""By memory: cards that most people ask about."""
+
+
+def common_hardware() -> tuple[Hardware, ...]:
+    """A few products that stand for the sizes of memory there are, the smallest first."""
+    return tuple(sorted((entry for entry in _TABLE if entry.name in _COMMON), key=lambda entry: entry.memory_gb))
+
+
 def hardware_names() -> tuple[str, ...]:
     """The names that `cluster.gpu` takes."""
     return tuple(entry.name for entry in _TABLE)

@@ -8,14 +8,15 @@ rank: thousands of ranks and experts cost nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, ModelConfig, MoESpec
 from paceline.config.run import RunConfig
 from paceline.costs.grid import RankGrid
-from paceline.costs.placement import LocalBox, is_expert, local_box
+from paceline.costs.placement import Cut, CutAxis, LocalBox, is_expert, local_box, placement, share
 from paceline.costs.stages import cut_stages, stages_of_rank
 
 Shape = tuple[int, ...]
@@ -39,7 +40,7 @@ def part_shapes(model: ModelConfig, blocks: range, *, first: bool, last: bool) -
         shapes["embed.weight"] = (model.vocab_size, hidden)
         if model.position == "learned":
             shapes["embed.position_weight"] = (model.max_seq_len, hidden)
-    specs = model.blocks()
+    specs = _specs(model)
     for index in blocks:
         shapes |= {f"blocks.{index}.{name}": shape for name, shape in block_shapes(model, specs[index]).items()}
     if last:
@@ -49,6 +50,11 @@ def part_shapes(model: ModelConfig, blocks: range, *, first: bool, last: bool) -
         for depth, block in enumerate(model.mtp_blocks(), start=1):
             shapes |= {f"mtp.{depth}.{name}": shape for name, shape in _mtp(model, block).items()}
     return shapes
+
+
+@lru_cache(maxsize=8)
+def _specs(model: ModelConfig) -> tuple[BlockSpec, ...]:
+    return model.blocks()
 
 
 def block_shapes(model: ModelConfig, block: BlockSpec) -> dict[str, Shape]:
@@ -175,19 +181,24 @@ class Held:
 class Holdings:
     """Elements on every rank of a layout.
 
-    Dense parameters depend on a rank's place along pp and tp alone, experts on pp, ep and etp: each is counted once.
+    Dense parameters depend on a rank's place along pp and tp alone, experts on pp, ep and etp. Tensors that are cut
+    alike are counted once, and nothing is listed by rank.
     """
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
         self.grid = RankGrid(parallel=config.parallel, world_size=world_size)
         self._model = config.model
         self._shapes = [rank_shapes(config, rank) for rank in range(config.parallel.pp)]
-        self._tp, self._experts = self.grid.sizes["tp"], (self.grid.sizes["ep"], self.grid.sizes["etp"])
+        self._alike = [Counter(map(self._tensor, shapes.items())) for shapes in self._shapes]
 
     def of_rank(self, rank: int) -> Held:
-        place = self.grid.coordinates[rank]
-        dense, experts = self._counts
-        return Held(dense=dense[place["pp"], place["tp"]], experts=experts[place["pp"], place["ep"], place["etp"]])
+        """What one rank holds; of the ranks of a stage the first holds the most, and the last the least."""
+        place = self.grid.coordinate(rank)
+        dense = experts = 0
+        for tensor, times in self._alike[place["pp"]].items():
+            count = times * tensor.numel_at(place, self.grid.sizes)
+            dense, experts = (dense, experts + count) if tensor.expert else (dense + count, experts)
+        return Held(dense=dense, experts=experts)
 
     @cached_property
     def one_copy(self) -> tuple[int, int]:
@@ -196,44 +207,61 @@ class Holdings:
 
         One copy: for dense parameters the pp x tp ranks of one data-parallel place, for experts pp x ep x etp ranks.
         """
-        held = again = 0
-        seen: set[tuple[str, tuple[int, ...]]] = set()
-        for name, box in self._boxes_of_a_copy():
-            held += box.numel
-            if (name, box.offsets) in seen:
-                again += box.numel
-            seen.add((name, box.offsets))
-        return held, again
-
-    def _boxes_of_a_copy(self) -> Iterator[tuple[str, LocalBox]]:
-        for shapes in self._shapes:
-            for name, shape in shapes.items():
-                for index in self._places(is_expert(name)):
-                    yield name, local_box(name, shape, self._model, self.grid.sizes, index)
+        held = sum(times * self._held(tensor) for alike in self._alike for tensor, times in alike.items())
+        once = {name: self._tensor((name, shape)) for shapes in self._shapes for name, shape in shapes.items()}
+        distinct = sum(times * self._distinct(tensor) for tensor, times in Counter(once.values()).items())
+        return held, held - distinct
 
     @cached_property
-    def _counts(self) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int, int], int]]:
-        dense = {
-            (stage, index["tp"]): self._count(shapes, index, experts=False)
-            for stage, shapes in enumerate(self._shapes)
-            for index in self._places(False)
-        }
-        experts = {
-            (stage, index["ep"], index["etp"]): self._count(shapes, index, experts=True)
-            for stage, shapes in enumerate(self._shapes)
-            for index in self._places(True)
-        }
-        return dense, experts
-
-    def _count(self, shapes: Mapping[str, Shape], index: Mapping[str, int], *, experts: bool) -> int:
+    def of_all_ranks(self) -> int:
+        """Elements on all ranks together, data-parallel copies among them."""
+        sizes = self.grid.sizes
+        copies = {False: self.grid.world_size // (sizes["pp"] * sizes["tp"]), True: sizes["edp"]}
         return sum(
-            local_box(name, shape, self._model, self.grid.sizes, index).numel
-            for name, shape in shapes.items()
-            if is_expert(name) == experts
+            times * copies[tensor.expert] * self._held(tensor)
+            for alike in self._alike
+            for tensor, times in alike.items()
         )
 
-    def _places(self, experts: bool) -> Sequence[dict[str, int]]:
-        if not experts:
-            return [{"tp": tp} for tp in range(self._tp)]
-        ep, etp = self._experts
-        return [{"ep": first, "etp": second} for first in range(ep) for second in range(etp)]
+    def _tensor(self, named: tuple[str, Shape]) -> _Tensor:
+        name, shape = named
+        return _Tensor(shape=shape, cuts=placement(name, shape, self._model), expert=is_expert(name))
+
+    def _held(self, tensor: _Tensor) -> int:
+        return tensor.numel_over(self.grid.sizes, distinct=False)
+
+    def _distinct(self, tensor: _Tensor) -> int:
+        return tensor.numel_over(self.grid.sizes, distinct=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    """Tensors of one shape that are cut alike."""
+
+    shape: Shape
+    cuts: tuple[Cut, ...]
+    expert: bool
+
+    def numel_at(self, index: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+        """Elements of the part at ``index``, with axes of ``sizes``."""
+        numel = math.prod(self.shape)
+        for cut in self.cuts:
+            start, stop = share(cut.units, sizes.get(cut.axis, 1), index.get(cut.axis, 0))
+            numel = numel // cut.units * (stop - start)
+        return numel
+
+    def numel_over(self, sizes: Mapping[str, int], *, distinct: bool) -> int:
+        """Elements on all ranks along tp, or ep and etp, together; or in their distinct parts.
+
+        Each axis cuts a dimension of its own, so sums along axes multiply.
+        """
+        numel, cut_over = math.prod(self.shape), {cut.axis: cut.units for cut in self.cuts}
+        axes: tuple[CutAxis, ...] = ("ep", "etp") if self.expert else ("tp",)
+        for axis in axes:
+            units = cut_over.get(axis)
+            if units is None:
+                numel *= 1 if distinct else sizes[axis]
+                continue
+            parts = [share(units, sizes[axis], index) for index in range(sizes[axis])]
+            numel = numel // units * sum(stop - start for start, stop in (set(parts) if distinct else parts))
+        return numel

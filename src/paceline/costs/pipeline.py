@@ -70,12 +70,16 @@ def rank_of(name: str, ranks: int, stage: int) -> int:
 @cache
 def schedule(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[Actions, ...]:
     """By pipeline rank: its actions in order. Every stage sees each micro-batch once forward and once backward."""
+    return tuple(rank_schedule(name, ranks, stages_per_rank, micro_batches, rank) for rank in range(ranks))
+
+
+def rank_schedule(name: str, ranks: int, stages_per_rank: int, micro_batches: int, rank: int) -> Actions:
+    """The actions of one rank of `schedule`."""
     reason = why_not(name, ranks, stages_per_rank, micro_batches)
     assert not reason, reason
     if name == "zbv":
-        return tuple(_v_shaped(ranks, rank, micro_batches) for rank in range(ranks))
-    split = name == "zero_bubble"
-    return tuple(_one_forward_one_backward(ranks, stages_per_rank, rank, micro_batches, split) for rank in range(ranks))
+        return _v_shaped(ranks, rank, micro_batches)
+    return _one_forward_one_backward(ranks, stages_per_rank, rank, micro_batches, name == "zero_bubble")
 
 
 def _one_forward_one_backward(p: int, v: int, rank: int, m: int, split: bool) -> Actions:

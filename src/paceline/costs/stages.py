@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from paceline.config.model import BlockSpec, ModelConfig, MoESpec
@@ -26,6 +27,7 @@ def stages_of_rank(parallel: ParallelConfig, rank: int) -> tuple[int, ...]:
     return stages_of(parallel.pipeline_schedule, parallel.pp, parallel.stages_per_rank, rank)
 
 
+@lru_cache(maxsize=8)
 def cut_stages(config: RunConfig, num_stages: int) -> tuple[range, ...]:
     """The blocks of each of ``num_stages`` stages (`parallel.stages`): contiguous, in order, at least one a stage.
 

@@ -1,0 +1,94 @@
+"""On which cards would an estimate fit? For the dry run."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.config.run import RunConfig
+from paceline.costs.hardware import Hardware, common_hardware, find_hardware, hardware_names
+from paceline.costs.memory import MemoryEstimate
+from paceline.errors import ConfigError
+from paceline.report import units
+from paceline.report.finding import Finding
+
+SAFE_SHARE = 0.8
+"""Estimates up to this share of the memory have not been seen to run out of it (see `costs/memory.py`)."""
+
+
+def card_lines(config: RunConfig, memory: MemoryEstimate) -> tuple[str, ...]:
+    """Which cards it fits, is tight on, and does not fit; the one of `cluster.gpu` first.
+
+    Raises:
+        ConfigError: `cluster.gpu` is not in the table of hardware.
+    """
+    verdicts: dict[str, list[str]] = {"fits": [], "tight": [], "does not fit": []}
+    for card in common_hardware():
+        share = _share(memory, card)
+        verdict = "fits" if share <= SAFE_SHARE else "tight" if share <= 1 else "does not fit"
+        verdicts[verdict].append(card.name)
+    lines = [f"{verdict}: {', '.join(cards)}" for verdict, cards in verdicts.items() if cards]
+    own = _own_card(config)
+    if own is not None:
+        lines.insert(0, f"cluster.gpu: {_share(memory, own):.0%} of the {own.memory_gb:g} GB of {own.name}")
+    needed = math.ceil(memory.total / SAFE_SHARE / 1e9)
+    return (
+        *lines,
+        f"Fits = up to {SAFE_SHARE:.0%} of the card's memory, here {needed:,} GB or more; tight = up to all.",
+    )
+
+
+def card_findings(config: RunConfig, memory: MemoryEstimate, world_size: int) -> list[Finding]:
+    """A warning where it is tight on the card that `cluster.gpu` names; nothing where none is named."""
+    card = _own_card(config)
+    if card is None or _share(memory, card) <= SAFE_SHARE:
+        return []
+    return [
+        Finding(
+            id="costs.memory",
+            severity="warning",
+            subject=f"the estimate is {_share(memory, card):.0%} of the {card.memory_gb:g} GB of {card.name}",
+            evidence=f"Up to {SAFE_SHARE:.0%} is safe; the largest part is {_largest(memory)}.",
+            next_step=f"Try {ways_to_less(config, world_size)}.",
+        )
+    ]
+
+
+def ways_to_less(config: RunConfig, world_size: int) -> str:
+    """What would still lower a rank's memory in this recipe."""
+    parallel, train = config.parallel, config.train
+    ways = []
+    if train.micro_batch_size > 1:
+        ways.append("a smaller train.micro_batch_size")
+    if parallel.recompute == "none":
+        ways.append("parallel.recompute = 'selective' or 'full'")
+    elif parallel.recompute != "full":
+        ways.append("parallel.recompute = 'full'")
+    if parallel.zero < 3 and parallel.shard_degree(world_size) * parallel.cp > 1:
+        ways.append("parallel.zero = 3")
+    if parallel.offload == "none":
+        ways.append("parallel.offload")
+    ways.append("more ranks" if world_size > 1 else "more ranks (--nproc)")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+
+
+def _own_card(config: RunConfig) -> Hardware | None:
+    if not config.cluster.gpu:
+        return None
+    card = find_hardware(config.cluster.gpu)
+    if card is None:
+        raise ConfigError(
+            f"cluster.gpu = {config.cluster.gpu!r} is not in the table of hardware",
+            evidence=f"It has: {', '.join(hardware_names())}.",
+            next_step="Take one of these names, or leave cluster.gpu empty.",
+        )
+    return card
+
+
+def _share(memory: MemoryEstimate, card: Hardware) -> float:
+    return memory.total / (card.memory_gb * 1e9)
+
+
+def _largest(memory: MemoryEstimate) -> str:
+    sizes = {kind: size for kind, size in memory.as_dict().items() if kind not in ("total", "host")}
+    kind = max(sizes, key=lambda name: sizes[name])
+    return f"{kind}, {units.size(sizes[kind])}"
