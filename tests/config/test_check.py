@@ -53,7 +53,7 @@ def test_one_process_of_a_larger_layout_asks_for_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.precision=fp8", "train.precision = 'fp8'"),
+        ("cluster.calibration=rates.toml", "cluster.calibration = 'rates.toml'"),
         ("task.kind=dpo", "task.kind = 'dpo'"),
         ("train.seq_len=8192", "train.seq_len = 8192 is longer than model.max_seq_len = 4096"),
         ('parallel.recompute=["full"]', "lists 1 layer, the model has 4"),
@@ -70,7 +70,7 @@ def test_several_errors_are_told_together() -> None:
 
 
 def test_what_is_not_there_is_told_before_how_it_would_fit() -> None:
-    assert "train.precision" in refused(1, "train.precision=fp8", "parallel.tp=3").subject
+    assert "cluster.calibration" in refused(1, "cluster.calibration=rates.toml", "parallel.tp=3").subject
 
 
 def test_a_router_that_would_not_learn_is_told() -> None:
@@ -78,6 +78,18 @@ def test_a_router_that_would_not_learn_is_told() -> None:
     assert [finding.id for finding in check(recipe.config, recipe.registry, 1)] == ["config.untrained-router"]
     recipe = resolve({}, ["model.preset=tiny_switch", "train.seq_len=64"])
     assert check(recipe.config, recipe.registry, 1) == []
+
+
+def test_layers_that_fp8_skips_are_there() -> None:
+    error = refused(1, "train.precision=fp8", "train.fp8_skip_layers=[0, 4, -5]")
+    assert "4, -5" in error.subject and "4 layers" in error.subject and "0 to 3" in error.evidence
+    recipe = resolve({}, ["train.precision=fp8", "train.fp8_skip_layers=[3, -4]", "train.fp8_skip_linears=down_proj"])
+    assert check(recipe.config, recipe.registry, 1) == []
+
+
+def test_fp8_says_that_experts_stay_in_bf16() -> None:
+    recipe = resolve({}, ["train.precision=fp8", "model.num_experts=4", "model.top_k=2"])
+    assert [finding.id for finding in check(recipe.config, recipe.registry, 1)] == ["config.fp8-experts"]
 
 
 def test_a_field_that_nothing_reads_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The order in which a plain model is changed, and what is refused."""
+"""The order in which a plain model is changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from distributed import run
 from paceline.config.parallel import ParallelConfig
-from paceline.errors import ConfigError
 from paceline.parallel.apply import parallelize
 from paceline.parallel.flat import FlatEngine
 from paceline.parallel.fsdp import FsdpEngine
@@ -63,10 +62,3 @@ def test_inductor() -> None:
     (found,) = run(_inductor, 1, timeout_seconds=300)
     for _, losses in found[1:]:
         assert losses == pytest.approx(found[0][1], abs=1e-4)
-
-
-def test_what_is_not_there_is_refused_by_name() -> None:
-    config = ParallelConfig()
-    mesh = ParallelMesh(config, world_size=1, rank=0, device_type="cpu")
-    with pytest.raises(ConfigError, match=r"train\.precision = 'fp8' is not available"):
-        parallelize(tiny_model(tiny_config()), config, mesh, "fp8", CPU)

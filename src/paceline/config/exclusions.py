@@ -151,6 +151,13 @@ _MTP = Option(
     off="model.mtp_layers = 0",
     layout=False,
 )
+_FP8 = Option(
+    name='`train.precision = "fp8"`',
+    key="train.precision",
+    on=lambda config: config.train.precision == "fp8",
+    off="train.precision = 'bf16'",
+    layout=False,
+)
 
 EXCLUSIONS = (
     Exclusion(
@@ -204,6 +211,23 @@ EXCLUSIONS = (
         id="config.offload-8bit",
         options=(_ADAMW8BIT, _OFFLOAD),
         because="8-bit moments are updated by a GPU kernel; offloaded ones live on the host.",
+    ),
+    Exclusion(
+        id="config.fp8-tp",
+        options=(_FP8, _TENSOR),
+        because="Products that gather or scatter the sequence on their way have no fp8 form yet. It works with pp, cp "
+        "and every parallel.zero.",
+    ),
+    Exclusion(
+        id="config.fp8-split-backward",
+        options=(_FP8, _SPLIT_BACKWARD),
+        because="This schedule computes the gradients of weights apart from those of inputs, and an fp8 linear has one "
+        "backward for both.",
+    ),
+    Exclusion(
+        id="config.fp8-offload",
+        options=(_FP8, _OFFLOAD),
+        because="fp8 with weights or states in host memory has not been tested.",
     ),
 )
 

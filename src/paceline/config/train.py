@@ -6,8 +6,23 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.base import Section
+from paceline.config.base import Section, Several
 from paceline.errors import ConfigError
+
+Fp8Linear = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "q_down_proj",
+    "q_up_proj",
+    "kv_down_proj",
+    "kv_up_proj",
+]
+"""The linears of a block, in dense and in latent attention and in the MLP."""
 
 
 class TrainConfig(Section):
@@ -22,7 +37,19 @@ class TrainConfig(Section):
     seq_len: int = Field(1024, ge=2)
     """Tokens of a sequence."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """Precision of matrix products; masters, moments, norms and the loss stay in fp32."""
+    """Precision of matrix products; masters, moments, norms and the loss stay in fp32. `fp8`: the linears of blocks,
+    all else as in bf16."""
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """One scale for each tensor, gradients in e5m2 (faster); or for each row of a product, all in e4m3 (more exact)."""
+    fp8_skip_layers: tuple[int, ...] = ()
+    """Layers that stay in bf16, by number; negative ones count from the end: `[0, -1]` is the first and the last."""
+    fp8_skip_linears: Several[Fp8Linear] = ()
+    """Linears that stay in bf16 in all layers: `["down_proj"]`."""
+    fp8_weight_cache: bool = True
+    """Keep fp8 weights over the micro-batches of a step (2 bytes an element more, zero 0 and 1); else cast at each
+    use."""
+    fp8_cast_kernel: Literal["torch", "triton"] = "torch"
+    """Who casts and transposes on a GPU outside of compiled blocks: operations of torch, or one Triton kernel."""
     attention_kernel: Literal["auto", "reference", "sdpa"] = "auto"
     """`auto` takes the fastest that fits mask and device; `reference` materialises the scores."""
     loss_kernel: Literal["chunked", "plain"] = "chunked"

@@ -15,6 +15,9 @@ States, bytes of a parameter on a rank. S shards: of dense parameters dp_shard x
 | flat, fp32 | 4 | 4 | 0 (the weights) | m / S |
 | fsdp | 4 / S, and gathered units in compute precision | 4 / S | 0 (the shards) | m / S |
 
+With fp8 the flat engine also keeps the linears of blocks in fp8 twice, as they lie and transposed: 2 bytes an element
+(`train.fp8_weight_cache`).
+
 FSDP also holds whole: weights in compute precision (zero 2: all; zero 3: two blocks, one of them on its way, the head,
 and an embedding that is used twice); and gradients that are not yet reduced (of one block, or, while several
 micro-batches are accumulated, of all parameters in `reduce_dtype`).
@@ -22,6 +25,7 @@ micro-batches are accumulated, of all parameters in `reduce_dtype`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
@@ -128,6 +132,8 @@ class _HeldParameters:
     largest_block: int
     embedding: int
     head: int
+    fp8: int
+    """Elements that are cast to fp8 and kept."""
 
     @classmethod
     def of(cls, config: RunConfig, grid: RankGrid, pipeline_rank: int) -> _HeldParameters:
@@ -151,6 +157,7 @@ class _HeldParameters:
             largest_block=max(blocks.values(), default=0),
             embedding=sum(count for name, count in numel.items() if name.startswith("embed.")),
             head=numel.get("head.weight", 0),
+            fp8=sum(count for name, count in numel.items() if is_in_fp8(name, config)),
         )
 
     @property
@@ -173,6 +180,16 @@ def _group(names: Iterable[str], numel: Mapping[str, int], shapes: Mapping[str, 
         matrices=sum(numel[name] for name in names if is_matrix(name, shapes[name])),
         shards=shards,
     )
+
+
+def is_in_fp8(name: str, config: RunConfig) -> bool:
+    """Whether `train.precision = "fp8"` takes a parameter of that name, if its sizes fit."""
+    found = re.fullmatch(r"blocks\.(\d+)\.(attention|feed_forward)\.(\w+_proj)\.weight", name)
+    train, layers = config.train, config.model.num_layers
+    if found is None or train.precision != "fp8":
+        return False
+    skipped = {index % layers for index in train.fp8_skip_layers}
+    return int(found[1]) not in skipped and found[3] not in train.fp8_skip_linears
 
 
 def is_matrix(name: str, shape: Shape) -> bool:
@@ -200,7 +217,7 @@ def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
     gradients, gradient_share = accumulate * parameters, 4 * share if accumulate < 4 else 0
     if config.parallel.offload == "none":
         return {
-            "weights": compute * parameters,
+            "weights": compute * parameters + (2 * held.fp8 if config.train.fp8_weight_cache else 0),
             "gathered": 0,
             "gradients": gradients + gradient_share,
             "masters": masters,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config.parallel import ParallelConfig, RecomputeMode
-from paceline.errors import ConfigError
 from paceline.models.transformer import Transformer
 from paceline.parallel.accumulate import accumulate_products
 from paceline.parallel.compile import compile_blocks
@@ -17,6 +16,7 @@ from paceline.parallel.engine import Engine
 from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.flat import FlatEngine
 from paceline.parallel.fsdp import FsdpEngine
+from paceline.parallel.low_precision import Fp8Options, Fp8Weights, use_fp8
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.parameters import Precision
 from paceline.parallel.recompute import recompute
@@ -43,6 +43,7 @@ def parallelize(
     device: torch.device,
     *,
     cut: Sequence[range] | None = None,
+    fp8: Fp8Options | None = None,
 ) -> Parallelized:
     """Applies the `[parallel]` section to a plain model on the meta device. The order matters. Collective.
 
@@ -50,21 +51,22 @@ def parallelize(
         precision: `train.precision`.
         device: where this rank computes.
         cut: the blocks of every pipeline stage; None = all of them in one.
-
-    Raises:
-        ConfigError: something asked for is not available.
+        fp8: how, where the precision is fp8; None = `Fp8Options`' defaults.
     """
-    _refuse_missing(precision)
     assert all(parameter.is_meta for parameter in model.parameters()), "build the model on the meta device"
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     layout = SequenceLayout(size=mesh.size("cp"), method=config.cp_method)
     # first: later steps need only look at what this rank owns
     stages = split_into_stages(model, config, mesh, cut or (range(len(model.blocks)),))
     shards: dict[str, Shard] = {}
+    fp8_weights = Fp8Weights()
     for stage in stages:
         shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
         shards |= shard_experts(stage, mesh, layout)
         shard_sequence(stage, mesh, config.cp_method)
+        if precision == "fp8":
+            assert mesh.size("tp") == 1, "config.exclusions refuses it"
+            use_fp8(stage, fp8 or Fp8Options(), fp8_weights, cached=config.engine == "flat")  # inside what recomputes
         if config.fused_weight_gradients:
             accumulate_products(list(stage.blocks.values()))  # last of all that changes layers: takes what is plain
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
@@ -73,6 +75,8 @@ def parallelize(
     shards |= tied_shards(stages, shards, mesh)
     # last: outermost hooks. At degree 1 too: it owns the precision policy
     engine = _data_parallel(stages, config, mesh, precision, device, shards, shapes)
+    if isinstance(engine, FlatEngine):
+        engine.on_publish = fp8_weights.expire
     return Parallelized(stages=stages, engine=engine)
 
 
@@ -94,11 +98,3 @@ def _data_parallel(
     kind: Precision = "fp32" if precision == "fp32" else "bf16"
     engine = FlatEngine if config.engine == "flat" else FsdpEngine
     return engine(stages, config, mesh, kind, device, shards, shapes)
-
-
-def _refuse_missing(precision: str) -> None:
-    if precision not in ("fp32", "bf16"):
-        raise ConfigError(
-            f"train.precision = {precision!r} is not available in this version",
-            next_step="Set train.precision = 'bf16'.",
-        )

@@ -63,6 +63,8 @@ class FlatEngine:
         assert config.engine == "flat", f"parallel.zero = {config.zero}"
         self.stages: Sequence[Transformer] = tuple(stages)
         self.shapes: Mapping[str, torch.Size] = dict(shapes)
+        self.on_publish: Callable[[], None] | None = None
+        """Called when the weights that the model computes with are about to change."""
         self._device, self._world = device, mesh["world"]
         sites = parameter_sites(stages, precision)
         self._shards = {name: shard_of(name, site.parameter, shards) for name, site in sites.items()}
@@ -123,6 +125,8 @@ class FlatEngine:
         return value
 
     def publish_weights(self) -> None:
+        if self.on_publish is not None:
+            self.on_publish()
         for group in self._groups:
             group.publish()
 

@@ -22,6 +22,7 @@ from paceline.observe.metrics import Meter, Rates
 from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
+from paceline.parallel.low_precision import Fp8Options, refuse_without_fp8
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Pipeline
 from paceline.runtime.device import device_name, device_uuid, memory_stats
@@ -65,13 +66,16 @@ def build_parts(
         done: told of each phase that is over.
 
     Raises:
-        ConfigError: the recipe does not fit the number of ranks.
+        ConfigError: the recipe does not fit the number of ranks, or fp8 the device.
     """
+    if config.train.precision == "fp8":
+        refuse_without_fp8(device, config.train.fp8_scaling)
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
     done("mesh")
     plain = build_model(config, dtype=dtype)
     cut = cut_stages(config, config.parallel.stages)
-    spread = parallelize(plain, config.parallel, mesh, config.train.precision, device, cut=cut)
+    precision, fp8 = config.train.precision, Fp8Options.of(config.train)
+    spread = parallelize(plain, config.parallel, mesh, precision, device, cut=cut, fp8=fp8)
     engine = spread.engine
     engine.materialize(WeightInit(config.model, config.run.seed))
     optimizer = build_optimizer(config.optim, engine, mesh)
@@ -114,7 +118,10 @@ def build_task(config: RunConfig, registry: Registry) -> Task:
 
 
 def rates(config: RunConfig, device: torch.device) -> Rates:
-    """FLOPs of a token and the peak that MFU is measured against; no peak where the device is not in the table."""
+    """FLOPs of a token and the peak that MFU is measured against; no peak where the device is not in the table.
+
+    In fp8 the peak is fp8's for all FLOPs, also those of attention and the head, which run in bf16.
+    """
     peak = config.observe.peak_tflops
     if not peak and device.type == "cuda":
         peak = peak_tflops(device_name(device), config.train.precision) or 0.0

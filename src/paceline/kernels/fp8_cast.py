@@ -1,0 +1,145 @@
+"""From wide numbers to fp8 ones and a scale.
+
+Scales are dynamic, of the very tensor that is cast, and powers of two. A power of two only moves exponents, so casting
+rounds once, in fp8's own mantissa, and what a number becomes does not depend on the largest one's mantissa; the price
+is at most one of the 18 (e4m3) or 32 (e5m2) binades of range, at the bottom, where fp8 is denormal.
+
+Numbers that are not finite stay visible, whatever the device's cast makes of them (some saturate inf): a tensor (a row)
+with one in it gets a scale that is not finite, so everything that is computed with it is not finite either.
+
+Dims: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Scaling = Literal["tensorwise", "rowwise"]
+CastKernel = Literal["torch", "triton"]
+"""Who casts outside of compiled code on a GPU; the compiler fuses casts itself."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""What dims of an fp8 product must divide by: 16 bytes, the alignment that the tensor cores load with."""
+_SMALLEST = 2.0**-100
+"""Tensors whose largest number is below this are cast as if it were this: the scale of zeros stays finite."""
+_EXPONENT_BITS = 0x7F800000
+
+
+class Fp8(NamedTuple):
+    """A matrix of which each row was cast for a product over its columns."""
+
+    values: Tensor
+    """fp8 [R, C], contiguous."""
+    scale: Tensor
+    """fp32, [] of a tensor or [R, 1] of rows: ``values * scale`` is what was cast, but for rounding."""
+
+    def wide(self) -> Tensor:
+        """fp32 [R, C]: what the values stand for."""
+        return self.values.float() * self.scale
+
+
+def gradient_dtype(scaling: Scaling) -> torch.dtype:
+    """e5m2 where one scale serves a whole gradient: range before mantissa. A row's own scale leaves less to span."""
+    return E5M2 if scaling == "tensorwise" else E4M3
+
+
+def product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """``a @ b.T``: [R of a, R of b], accumulated in fp32.
+
+    Args:
+        fast: the tensor cores' own accumulator throughout: quicker and less exact (Hopper; no difference elsewhere).
+    """
+    out: Tensor = torch._scaled_mm(
+        a.values, b.values.t(), a.scale, b.scale if b.scale.dim() == 0 else b.scale.t(), out_dtype=dtype,
+        use_fast_accum=fast,
+    )  # fmt: skip
+    return out
+
+
+def cast_rows(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling) -> Fp8:
+    """Matrices [R, C], one under the other, for a product over C."""
+    if scaling == "tensorwise":
+        factor = multiplier(_largest_of_all(parts), dtype)
+        return Fp8(_joined([_cast(part, factor, dtype) for part in parts]), factor.reciprocal())
+    factors = [multiplier(_largest(part, dim=1), dtype) for part in parts]
+    values = [_cast(part, factor, dtype) for part, factor in zip(parts, factors, strict=True)]
+    return Fp8(_joined(values), _joined(factors).reciprocal())
+
+
+def cast_columns(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling) -> Fp8:
+    """Matrices [R, C], one under the other, for a product over R: transposed, [C, R], R filled with zeros to a
+    `MULTIPLE`."""
+    if scaling == "tensorwise":
+        return transposed(cast_rows(parts, dtype, scaling))
+    largest = [_largest(part, dim=0) for part in parts]
+    factor = multiplier(largest[0] if len(largest) == 1 else torch.cat(largest).amax(0, keepdim=True), dtype)
+    values = _joined([_cast(part, factor, dtype) for part in parts])
+    return Fp8(_transposed_values(values), factor.reciprocal().view(-1, 1))
+
+
+def transposed(rows: Fp8) -> Fp8:
+    """The same numbers for a product over the other dim. Only where one scale serves the whole matrix."""
+    assert rows.scale.dim() == 0, "rows have scales of their own: cast the columns"
+    return Fp8(_transposed_values(rows.values), rows.scale)
+
+
+def cast_both(x_RC: Tensor, dtype: torch.dtype, scaling: Scaling, kernel: CastKernel = "torch") -> tuple[Fp8, Fp8]:
+    """(`cast_rows`, `cast_columns`) of one matrix."""
+    if scaling == "rowwise":
+        return cast_rows([x_RC], dtype, scaling), cast_columns([x_RC], dtype, scaling)
+    if kernel == "triton" and x_RC.is_cuda and not torch.compiler.is_compiling():
+        from paceline.kernels.fp8_triton import cast_transpose
+
+        factor = multiplier(_largest_of_all([x_RC]), dtype)
+        scale = factor.reciprocal()
+        x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
+        values, turned = cast_transpose(x_RC, factor, dtype, multiple=MULTIPLE)
+        return Fp8(values, scale), Fp8(turned, scale)
+    rows = cast_rows([x_RC], dtype, scaling)
+    return rows, transposed(rows)
+
+
+def multiplier(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32: the largest power of two that leaves numbers up to ``largest`` (fp32, not negative) within ``dtype``.
+
+    nan of nan and 0 of inf: times any number of that tensor, or by its reciprocal, nothing finite comes out.
+    """
+    room = torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)
+    power = (room.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    # exact: room is not rounded up to a power of two, since fp8's largest number has a mantissa (1.75) of its own
+    return torch.where(largest.isnan(), largest, power)
+
+
+def _cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    # in x's own precision: a power of two changes no mantissa of bf16 either. The result is laid out as x is
+    return (x * factor.to(x.dtype)).to(dtype).contiguous()
+
+
+def _largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """fp32: the largest absolute value; nan if there is one."""
+    # one pass without a tensor of absolute values
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None).float()
+    return largest
+
+
+def _largest_of_all(parts: Sequence[Tensor]) -> Tensor:
+    largest = [_largest(part) for part in parts]
+    return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _transposed_values(values_RC: Tensor) -> Tensor:
+    missing = -values_RC.shape[0] % MULTIPLE
+    if missing:
+        # as bytes: fp8 has no padding kernel, and its zero is a zero byte
+        values_RC = F.pad(values_RC.view(torch.uint8), (0, 0, 0, missing)).view(values_RC.dtype)
+    return values_RC.t().contiguous()
