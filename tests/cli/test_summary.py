@@ -52,4 +52,6 @@ def test_the_next_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.Monk
     assert shlex.split(commands[0])[:3] == ["paceline", "generate", "runs/my demo"]
     assert shlex.split(commands[1])[-1] == "runs/my demo/tensorboard"
     stopped = Summary(**{**json.loads(json.dumps(vars(SUMMARY))), "stopped_by": "SIGTERM"})
+    assert room.next_steps(stopped) == "the same command starts from the beginning: there is no checkpoint"
+    (tmp_path / "runs" / "my demo" / "checkpoints" / "step_00000010").mkdir(parents=True)
     assert room.next_steps(stopped) == "the same command goes on from step 10"

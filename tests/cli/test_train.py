@@ -278,4 +278,5 @@ def test_a_process_that_the_system_ends_is_named(data: str, recipe: str, tmp_pat
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 137
     assert "LaunchError: a process of the run was ended by SIGKILL" in errors and "dmesg" in errors
+    assert "There is no checkpoint yet: the same command starts from the beginning" in errors
     assert "Traceback" not in errors

@@ -133,5 +133,6 @@ def _as_checkpoint_error(doing: str, failures: dict[int, PacelineError]) -> Pace
     return CheckpointError(
         f"A checkpoint failed while {doing}.",
         evidence="; ".join(shown[:4]) + more + ".",
-        next_step=first.evidence or "Run again to go on from the newest checkpoint that is whole; none was changed.",
+        next_step=first.evidence
+        or "None that was there has changed: the same command goes on from the newest whole one, if there is one.",
     )

@@ -67,7 +67,7 @@ def ways_to_less(config: RunConfig, world_size: int) -> str:
         ways.append("parallel.zero = 3")
     if parallel.offload == "none":
         ways.append("parallel.offload")
-    ways.append("more ranks" if world_size > 1 else "more ranks (--nproc)")
+    ways.append("more ranks")
     return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
 

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from paceline.checkpoint.locate import step_folders
 from paceline.report.console import make_console
 from paceline.training.summary import Summary
 
@@ -57,7 +58,10 @@ def _print_plain(console: Console, summary: Summary, rows: list[tuple[str, str]]
 def next_steps(summary: Summary) -> str:
     """What a user may want to do now; the commands can be pasted into a shell."""
     if summary.stopped_by:
-        return f"the same command goes on from step {summary.steps}"
+        saved = step_folders(Path(summary.run_dir) / "checkpoints")
+        if not saved:
+            return "the same command starts from the beginning: there is no checkpoint"
+        return f"the same command goes on from step {saved[-1][0]}"
     commands = [f'paceline generate {shlex.quote(summary.run_dir)} --prompt "..."']
     curves = Path(summary.run_dir) / "tensorboard"
     if curves.is_dir():

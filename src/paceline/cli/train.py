@@ -42,7 +42,8 @@ def train(
 
     The run folder (`run.dir`) gets the resolved recipe, metrics.jsonl,
     checkpoints and logs. The same command again goes on from the newest whole
-    checkpoint. SIGTERM and Ctrl-C save a checkpoint and end the run cleanly.
+    checkpoint, if there is one. SIGTERM and Ctrl-C save a checkpoint and end the
+    run cleanly.
 
     [bold]One machine[/bold]: --nproc starts the processes. [bold]Several[/bold]: start this
     command with torchrun or srun, without --nproc; their environment decides.

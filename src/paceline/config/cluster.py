@@ -22,6 +22,8 @@ class ClusterConfig(Section):
     """Hardware name of the table in `costs/hardware.py`, for planning; empty = the devices that are there."""
     calibration: str = ""
     """A file of measured rates that replaces the table's."""
+    check_host_memory: bool = True
+    """Refuse to start processes whose estimate is larger than the memory of their host; false warns only."""
     timeout_seconds: int = Field(1800, ge=1)
     """How long a collective may wait before the run is ended."""
 
