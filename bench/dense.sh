@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Dense training on one and two GPUs: docs/measured/dense.{json,md} and docs/ladder.md. What is done is skipped; a call
+# that is cut off loses the entry it was at.
+#
+#   bench/dense.sh                          the table, about 9 minutes on two H200s
+#   bench/dense.sh ladder                   from the naive recipe to the best, one change a rung
+#   bench/dense.sh tune                     other ways to the same work; a faster one takes its row of the table
+#   bench/dense.sh curves                   500 steps of real text: fast paths on and off, fp8, three seeds
+#   bench/dense.sh overheads profile        what is not the step itself; where a step goes
+#   bench/dense.sh ladder --minutes 8.5     whatever bench/dense.py takes
+#   bench/dense.sh dense ladder --tiny --results /tmp/dense --work /tmp/dense
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/environment
+use_environment ""
+[ $# -gt 0 ] || set -- dense
+
+case " $* " in *" dense "* | *" curves "* | *" overheads "*)
+    # as scripts/demo makes it: this Python's own standard library
+    if [ ! -f data/demo-tokenizer.json ] || [ ! -f data/demo-train.idx ]; then
+        mkdir -p data
+        mapfile -t inputs < <("$python" scripts/stdlib_sources.py)
+        say "building the demo's dataset from ${#inputs[@]} files and packages of the standard library"
+        "$python" -m paceline data train-tokenizer "${inputs[@]}" --glob '*.py' --vocab-size 4096 \
+            --out data/demo-tokenizer.json
+        "$python" -m paceline data build "${inputs[@]}" --glob '*.py' --out data/demo \
+            --tokenizer data/demo-tokenizer.json --valid-share 0.03 --dedup
+    fi
+    ;;
+esac
+"$python" bench/dense.py "$@"
