@@ -41,6 +41,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         (2, ("parallel.pipeline_schedule=zbv",), "parallel.pipeline_schedule = 'zbv' has no effect here"),
         (1, ("train.loss_chunk_tokens=64", "train.loss_kernel=plain"), "train.loss_chunk_tokens = 64"),
         (1, ("optim.muon_lr=0.1",), "optim.muon_lr = 0.1 has no effect here"),
+        (1, ("optim.fused_update=true", "optim.name=adamw8bit"), "optim.fused_update = true has no effect here"),
         (1, ("optim.decay_shape=sqrt",), "optim.decay_shape = 'sqrt'"),
         (1, ("optim.decay_shape=sqrt", "optim.schedule=wsd"), ""),
         (1, ("optim.min_lr=1e-5", "optim.schedule=constant"), "optim.min_lr = 1e-05"),

@@ -82,6 +82,11 @@ OPTIONS = (
         because="optim.name is not 'muon'.",
     ),
     Idle(
+        keys=("optim.fused_update",),
+        where=lambda asked: asked.config.optim.name == "adamw8bit",
+        because="8-bit moments are updated by a kernel of their own.",
+    ),
+    Idle(
         keys=("optim.decay_shape",),
         where=lambda asked: asked.config.optim.schedule != "wsd",
         because="optim.schedule is not 'wsd' and has a shape of its own.",

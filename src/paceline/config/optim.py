@@ -35,6 +35,8 @@ class OptimConfig(Section):
     """Whether embeddings decay like other matrices."""
     grad_clip: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 = no clipping (the norm is still measured)."""
+    fused_update: bool = False
+    """AdamW in one pass over memory that also writes the weights the model computes with. Not for `adamw8bit`."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     muon_lr: float = Field(0.02, gt=0)
     """Learning rate of the matrices that muon updates; `lr` is for the rest."""

@@ -13,6 +13,7 @@ from paceline.checkpoint.pieces import ShardedValue
 from paceline.config.optim import OptimConfig
 from paceline.optim.adamw import AdamWRule
 from paceline.optim.clip import GradientNorm, gradient_norm
+from paceline.optim.fused_adamw import FusedAdamWRule
 from paceline.optim.groups import ParameterGroup, describe_groups, parameter_groups
 from paceline.optim.lowbit import AdamW8bitRule
 from paceline.optim.muon import MuonRule
@@ -43,7 +44,8 @@ class Optimizer:
     """Updates the main parameters of an engine.
 
     A step of the trainer is ``engine.reduce_gradients()``, ``norm = optimizer.gradient_norm()``,
-    ``optimizer.step(factor, norm)``, ``engine.publish_weights()``. None of it waits for the device (`adamw8bit` does).
+    ``optimizer.step(factor, norm)``, ``engine.publish_weights(cast=not optimizer.writes_compute_weights)``. None of it
+    waits for the device (`adamw8bit` does).
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class Optimizer:
         self._parameters = tuple(parameters)
         self._rules = tuple(rules)
         self._device = device
+        self.writes_compute_weights = all(isinstance(rule, FusedAdamWRule) for rule in self._rules)
+        """What `step` leaves for `Engine.publish_weights` to cast is nothing."""
 
     def gradient_norm(self) -> GradientNorm:
         """Norm, non-finite flag and clipping divisor of the reduced gradients. A collective call."""
@@ -74,6 +78,8 @@ class Optimizer:
         Args:
             lr_factor: `schedule.lr_factor` of this step; multiplies every group's peak rate.
         """
+        if self.writes_compute_weights:
+            self._engine.wait_for_weights()  # what is still on its way from the last update would be overwritten
         for rule in self._rules:
             rule.step(lr_factor, gradients)
 
@@ -134,8 +140,14 @@ def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | No
         rules.append(MuonRule(config, matrices, axes, device, _main_dtype(parameters, mesh, device)))
     rest = [group for group in groups if group.rule != "muon"]
     if rest:
-        rules.append(AdamW8bitRule(config, rest) if config.name == "adamw8bit" else AdamWRule(config, rest))
+        rules.append(_adamw(config, rest))
     return Optimizer(config, engine, parameters, groups, rules, device)
+
+
+def _adamw(config: OptimConfig, groups: Sequence[ParameterGroup]) -> UpdateRule:
+    if config.name == "adamw8bit":
+        return AdamW8bitRule(config, groups)
+    return FusedAdamWRule(config, groups) if config.fused_update else AdamWRule(config, groups)
 
 
 def _main_dtype(parameters: Sequence[MainParameter], mesh: ParallelMesh | None, device: torch.device) -> torch.dtype:

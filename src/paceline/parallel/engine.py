@@ -60,6 +60,10 @@ class MainParameter:
     """The ranks that together hold all of this rank's tensor, in parts or each of them whole: matrices whole in a stage
     (and whole experts) are put together along it."""
 
+    compute: Tensor | None = None
+    """Where the engine keeps the same elements in the precision that the model computes in, for an update that writes
+    them itself; None where that is `param` itself, or out of reach."""
+
     def pieces(self, local: Tensor) -> ShardedValue:
         """A tensor laid out like ``param`` (a moment, for example) as pieces of a tensor of the global shape.
 
@@ -100,8 +104,11 @@ class Engine(Protocol):
         counts everything.
         """
 
-    def publish_weights(self) -> None:
-        """After the update: compute weights follow the main parameters, perhaps not before the next forward."""
+    def publish_weights(self, *, cast: bool = True) -> None:
+        """After the update: compute weights follow the main parameters, perhaps not before the next forward.
+
+        ``cast``: False if the update wrote every `MainParameter.compute` that there is.
+        """
 
     def wait_for_weights(self) -> None:
         """Compute weights are all there: before anything but the model's own forward reads them."""

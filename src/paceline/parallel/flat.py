@@ -124,11 +124,11 @@ class FlatEngine:
             all_reduce(value, self._world, "world/sum_over_shards/all_reduce")
         return value
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, *, cast: bool = True) -> None:
         if self.on_publish is not None:
             self.on_publish()
         for group in self._groups:
-            group.publish()
+            group.publish(cast=cast)
 
     def wait_for_weights(self) -> None:
         for group in self._groups:

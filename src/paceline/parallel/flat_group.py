@@ -150,6 +150,7 @@ class FlatGroup:
             locate=lambda local: self._located(slot, local),
             counted=self._counted,
             shard_axis=self._spread.whole_axis,
+            compute=self.state.compute_weight_of(slot),
         )
 
     def _located(self, slot: Slot, owned: Tensor) -> ShardedValue:
@@ -256,8 +257,8 @@ class FlatGroup:
     # ---- weights
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Main weights go to the weight buffers of all ranks, in the order of use."""
+    def publish(self, *, cast: bool = True) -> None:
+        """Main weights go to the weight buffers of all ranks, in the order of use. ``cast``: see `Engine`."""
         self.wait_for(range(len(self.layout.buckets)))
         if self.state.own_weights is None and self._shard_axis.size == 1:
             return
@@ -266,7 +267,8 @@ class FlatGroup:
         for bucket in reversed(self.layout.buckets):
             self.state.cast_for_sending(bucket)
             with self._lane.run():
-                self.state.load_weights(bucket)
+                if cast or self.state.offload:
+                    self.state.load_weights(bucket)
                 pending = all_gather(
                     # .data: the gather writes while a forward is under way; see Site.replace
                     self._weights.data[bucket.start : bucket.end],

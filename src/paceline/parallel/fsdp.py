@@ -229,13 +229,13 @@ class FsdpEngine:
         return value
 
     @torch.no_grad()
-    def publish_weights(self) -> None:
+    def publish_weights(self, *, cast: bool = True) -> None:
         if self._config.offload == "optimizer":
             for name, dtensor in self._dtensors.items():
                 if name in self._main:
                     dtensor.to_local().copy_(self._main[name].param, non_blocking=True)
         for group in self._groups:
-            group.publish()
+            group.publish(cast=cast)
         for stage in self.stages:
             for module in stage.modules():
                 if isinstance(module, FSDPModule):

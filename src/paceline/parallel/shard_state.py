@@ -51,6 +51,12 @@ class ShardState:
         """[elements owned]: the main weights of a parameter that are this rank's."""
         return self._part(slot, self.weight_shard(self.layout.buckets[slot.bucket]))
 
+    def compute_weight_of(self, slot: Slot) -> Tensor | None:
+        """[elements owned]: the same in the weight buffer, where that is other memory on the same device."""
+        if self.own_weights is None or self.offload:
+            return None
+        return self._part(slot, self.shard_of(self._weights, self.layout.buckets[slot.bucket]))
+
     def gradient_of(self, slot: Slot) -> Tensor:
         return self._part(slot, self.gradient_shard(self.layout.buckets[slot.bucket]))
 

@@ -107,7 +107,7 @@ class TrainStep:
         factor = lr_factor(self.config.optim, step, self.config.train.steps)
         self.optimizer.step(factor, gradients)
         load, dropped = self._balance_experts(totals, gradients.finite)
-        self.engine.publish_weights()
+        self.engine.publish_weights(cast=not self.optimizer.writes_compute_weights)
         self.engine.zero_gradients()
         return StepOutcome(
             loss_sum=totals.main_loss_sum(local_count.device),
