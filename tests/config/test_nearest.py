@@ -92,6 +92,7 @@ def test_every_proposal_of_a_drawn_recipe_that_is_refused_passes_the_whole_check
                 ["train.seq_len=8192"],
                 ['parallel.recompute=["full"]', "model.num_layers=4"],
                 ["cluster.nodes=5"],
+                ["train.precision=fp8", "train.fp8_skip_layers=[0, -1, 30]"],
                 ["train.global_batch_size=7"],
             ]
         )

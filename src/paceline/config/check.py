@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.config.asked import Asked, error, listed
+from paceline.config.asked import Asked, error
 from paceline.config.idle import idle_options
 from paceline.config.layout import batch, layout_errors
 from paceline.config.locality import locality
@@ -177,19 +177,7 @@ def _router(config: RunConfig) -> Iterator[Finding]:
 
 
 def _fp8(config: RunConfig) -> Iterator[Finding]:
-    train, model = config.train, config.model
-    if train.precision != "fp8":
-        return
-    layers = model.num_layers
-    absent = [index for index in train.fp8_skip_layers if not -layers <= index < layers]
-    if absent:
-        yield error(
-            "config.fp8-layers",
-            f"train.fp8_skip_layers names {listed(absent)}, the model has {layers} layers",
-            f"They are numbered 0 to {layers - 1}, or -{layers} to -1 from the end.",
-            "Leave them out, or name layers that there are.",
-        )
-    if model.is_moe:
+    if config.train.precision == "fp8" and config.model.is_moe:
         yield Finding(
             id="config.fp8-experts",
             severity="note",

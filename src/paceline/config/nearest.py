@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from paceline.config.asked import Asked, divisors
+from paceline.config.asked import Asked, divisors, show
 from paceline.config.layout import nearest_batch
 from paceline.config.parallel import ParallelConfig
 from paceline.config.refusals import mends, refusals
@@ -158,5 +158,5 @@ def _as_sets(config: RunConfig, changes: dict[str, Any]) -> str:
     for key, value in changes.items():
         section, _, name = key.partition(".")
         if value != getattr(getattr(config, section), name):
-            parts.append(f"--set '{key}=[]'" if value == () else f"--set {key}={value}")
+            parts.append(f"--set '{key}={show(value)}'" if isinstance(value, tuple) else f"--set {key}={value}")
     return " ".join(parts)

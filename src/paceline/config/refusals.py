@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.config.asked import Asked, error
+from paceline.config.asked import Asked, error, listed
 from paceline.config.exclusions import EXCLUSIONS, exclusions
 from paceline.config.layout import batch, layout_errors
 from paceline.config.locality import cluster_size
@@ -28,6 +28,7 @@ def others(asked: Asked) -> Iterator[Finding]:
     """What no other layout and no other batch would mend."""
     yield from _lengths(asked.config)
     yield from _recompute(asked.config)
+    yield from _fp8_layers(asked.config)
     yield from exclusions(asked.config, of_layout=False)
     yield from cluster_size(asked)
 
@@ -40,6 +41,9 @@ def mends(asked: Asked) -> dict[str, Any]:
     if next(_recompute(config), None) is not None:
         ((commonest, _),) = Counter(config.parallel.recompute).most_common(1)
         changes["parallel.recompute"] = commonest
+    if next(_fp8_layers(config), None) is not None:
+        layers, skipped = config.model.num_layers, config.train.fp8_skip_layers
+        changes["train.fp8_skip_layers"] = tuple(index for index in skipped if -layers <= index < layers)
     for row in EXCLUSIONS:
         if not row.of_layout and row.met(config):
             changes |= row.options[0].switched_off
@@ -68,4 +72,16 @@ def _recompute(config: RunConfig) -> Iterator[Finding]:
             f"parallel.recompute lists {len(modes)} layer{'s' * (len(modes) > 1)}, the model has {layers}",
             "A list names the mode of each layer.",
             f"List {layers} modes, or give one for all: --set parallel.recompute={modes[0]}.",
+        )
+
+
+def _fp8_layers(config: RunConfig) -> Iterator[Finding]:
+    layers = config.model.num_layers
+    absent = [index for index in config.train.fp8_skip_layers if not -layers <= index < layers]
+    if absent and config.train.precision == "fp8":
+        yield error(
+            "config.fp8-layers",
+            f"train.fp8_skip_layers names {listed(absent)}, the model has {layers} layers",
+            f"They are numbered 0 to {layers - 1}, or -{layers} to -1 from the end.",
+            "Leave them out, or name layers that there are.",
         )
