@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from paceline.config.load import (
+    ELSEWHERE,
     differences,
     dump_recipe,
     field_names,
@@ -95,6 +96,27 @@ def test_a_value_that_does_not_fit_is_refused_by_name(override: str, words: str)
         resolve({} if "." in override else {"data": "corpus"}, [override] if "." in override else [])
     assert words in str(error.value)
     assert error.value.next_step
+
+
+def test_a_refused_value_is_told_what_its_field_means() -> None:
+    for override, needed, meaning in (
+        ("parallel.order=tp", "a list is needed", "parallel.order: Axes from outermost to innermost"),
+        ("model.moe=3", "a table of fields is needed", "model.moe: Everything else about experts."),
+        ("parallel.zero=4", "0, 1, 2 or 3", "parallel.zero: What is sharded over `dp_shard`"),
+        ("model.moe.score=x", "'softmax' or 'sigmoid'", "model.moe.score: How router logits become scores."),
+    ):
+        with pytest.raises(ConfigError) as error:
+            resolve({}, [override])
+        assert needed in error.value.subject and meaning in error.value.next_step
+
+
+def test_names_of_other_systems_are_understood() -> None:
+    known = set(field_names(RunConfig))
+    for name, ours in ELSEWHERE.items():
+        assert ours in known
+        with pytest.raises(ConfigError) as error:
+            resolve({}, [f"parallel.{name}=2"])
+        assert f"Did you mean {ours}?" in error.value.next_step
 
 
 def test_an_unknown_way_to_recompute_is_told_the_modes_and_the_list_form() -> None:

@@ -26,6 +26,27 @@ from paceline.errors import ConfigError
 
 Tables = dict[str, Any]
 
+ELSEWHERE = {
+    "dp": "parallel.dp_shard",
+    "data_parallel": "parallel.dp_shard",
+    "tensor_parallel": "parallel.tp",
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_parallel": "parallel.pp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "context_parallel": "parallel.cp",
+    "context_parallel_size": "parallel.cp",
+    "expert_parallel": "parallel.ep",
+    "expert_model_parallel_size": "parallel.ep",
+    "zero_stage": "parallel.zero",
+    "activation_checkpointing": "parallel.recompute",
+    "batch_size": "train.global_batch_size",
+    "max_steps": "train.steps",
+    "train_iters": "train.steps",
+    "seq_length": "train.seq_len",
+    "learning_rate": "optim.lr",
+}
+"""Names that other systems give to fields; they look like none of ours, or like a wrong one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -165,12 +186,38 @@ def _explain(error: ValidationError) -> ConfigError:
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     if unknown:
         return _unknown_key(unknown)
-    lines = [f"{_key(detail['loc'])} = {show(detail['input'])}: {detail['msg'].lower()}" for detail in details]
+    lines = [
+        f"{_key(detail['loc'])} = {show(detail['input'])}: {_NEEDED.get(detail['type']) or detail['msg'].lower()}"
+        for detail in details
+    ]
     return ConfigError(
         lines[0],
         evidence="\n  ".join(lines[1:]),
-        next_step="`paceline train --print-schema` lists every field with its type and meaning.",
+        next_step=f"{_meaning(_key(details[0]['loc']))}`paceline train --print-schema` lists every field with its type "
+        "and meaning.",
     )
+
+
+_NEEDED = {
+    "tuple_type": "a list is needed, in brackets",
+    "model_type": "a table of fields is needed",
+}
+"""Where pydantic speaks of Python's types."""
+
+
+def _meaning(key: str) -> str:
+    """What a field is, in its own words; empty for a key that is no field (an entry of a list)."""
+    model: type[BaseModel] = RunConfig
+    *path, name = key.split(".")
+    for part in path:
+        kind = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return ""
+        model = kind
+    field = model.model_fields.get(name)
+    if field is None or not field.description:
+        return ""
+    return f"{key}: {' '.join(field.description.split())} "
 
 
 def _unknown_key(details: Sequence[Any]) -> ConfigError:
@@ -182,7 +229,11 @@ def _unknown_key(details: Sequence[Any]) -> ConfigError:
     same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == name]
     near = difflib.get_close_matches(name, [candidate.rsplit(".", 1)[-1] for candidate in known], n=1, cutoff=0.75)
     guess = (
-        same_name[:1] or close or [candidate for candidate in known if near and candidate.endswith("." + near[0])][:1]
+        [ELSEWHERE[name]]
+        if name in ELSEWHERE
+        else same_name[:1]
+        or close
+        or [candidate for candidate in known if near and candidate.endswith("." + near[0])][:1]
     )
     others = [_key(detail["loc"]) for detail in details[1:]]
     return ConfigError(
