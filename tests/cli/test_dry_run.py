@@ -136,7 +136,13 @@ def test_cards_are_judged() -> None:
     assert "warning: the estimate is" in text
     # only what would still help is proposed
     step = text.split("warning: the estimate is")[1]
-    assert "parallel.zero = 3" in step and "smaller train.micro_batch_size" not in step
+    ways = re.findall(r"((?:--set \S+ )+)\(([\d.]+) GiB\)", step)
+    assert len(ways) >= 3 and "micro_batch_size" not in step
+    zero3 = next(sets for sets, _ in ways if "zero=3" in sets)
+    assert "--set parallel.accumulate_dtype=fp32" in zero3  # or it would be refused
+    for sets, told in ways[:2]:
+        again = _shown(llama, "--nproc", "8", *sets.split())
+        assert re.search(rf"^total +{told} GiB", again, flags=re.MULTILINE) and float(told) * 2**30 / 1e9 < total
 
 
 def test_the_machines_of_the_recipe_say_how_many_ranks(tmp_path: Path) -> None:

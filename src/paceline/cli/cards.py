@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
+from paceline.config.asked import Asked
+from paceline.config.nearest import as_sets
+from paceline.config.refusals import mends, refusals
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import Hardware, common_hardware, find_hardware, hardware_names
-from paceline.costs.memory import MemoryEstimate
+from paceline.costs.memory import MemoryEstimate, estimate
 from paceline.errors import ConfigError
 from paceline.report import units
 from paceline.report.finding import Finding
 
 SAFE_SHARE = 0.8
 """Estimates up to this share of the memory have not been seen to run out of it (see `costs/memory.py`)."""
+
+_WORTHWHILE = 0.97
+"""Changes that leave more of the estimate are not worth a try."""
 
 
 def card_lines(config: RunConfig, memory: MemoryEstimate) -> tuple[str, ...]:
@@ -48,27 +56,47 @@ def card_findings(config: RunConfig, memory: MemoryEstimate, world_size: int) ->
             severity="warning",
             subject=f"the estimate is {_share(memory, card):.0%} of the {card.memory_gb:g} GB of {card.name}",
             evidence=f"Up to {SAFE_SHARE:.0%} is safe; the largest part is {_largest(memory)}.",
-            next_step=f"Try {ways_to_less(config, world_size)}.",
+            next_step=f"Try {ways_to_less(config, world_size, memory)}.",
         )
     ]
 
 
-def ways_to_less(config: RunConfig, world_size: int) -> str:
-    """What would still lower a rank's memory in this recipe."""
+def ways_to_less(config: RunConfig, world_size: int, memory: MemoryEstimate) -> str:
+    """Changes that pass the check and lower the estimate, each with what it would be; the cheapest in time first."""
+    asked, ways = Asked.of(config, world_size), []
+    for changes in _candidates(config):
+        other = asked.with_changes(changes)
+        changes |= mends(other)
+        other = asked.with_changes(changes)
+        if not _fits_ranks(other) or next(refusals(other), None) is not None:
+            continue
+        total = estimate(other.config, world_size).total
+        if total < _WORTHWHILE * memory.total:
+            ways.append(f"{as_sets(config, changes)} ({units.size(total)})")
+    return "; or ".join([*ways, "more ranks"])
+
+
+def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
     parallel, train = config.parallel, config.train
-    ways = []
-    if train.micro_batch_size > 1:
-        ways.append("a smaller train.micro_batch_size")
+    if train.micro_batch_size % 2 == 0:
+        yield {"train.micro_batch_size": train.micro_batch_size // 2}
+    if parallel.zero < 3:
+        yield {"parallel.zero": 3}
     if parallel.recompute == "none":
-        ways.append("parallel.recompute = 'selective' or 'full'")
-    elif parallel.recompute != "full":
-        ways.append("parallel.recompute = 'full'")
-    if parallel.zero < 3 and parallel.shard_degree(world_size) * parallel.cp > 1:
-        ways.append("parallel.zero = 3")
+        yield {"parallel.recompute": "selective"}
+    if parallel.recompute != "full":
+        yield {"parallel.recompute": "full"}
+    yield {"parallel.tp": 2 * parallel.tp}
+    if parallel.zero < 3 and parallel.recompute != "full":
+        yield {"parallel.zero": 3, "parallel.recompute": "full"}
     if parallel.offload == "none":
-        ways.append("parallel.offload")
-    ways.append("more ranks")
-    return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+        yield {"parallel.offload": "optimizer"}
+
+
+def _fits_ranks(asked: Asked) -> bool:
+    parallel = asked.parallel
+    copies, rest = divmod(asked.world_size, parallel.model_ranks * parallel.dp_replicate)
+    return not rest and parallel.dp_shard in (0, copies)
 
 
 def _own_card(config: RunConfig) -> Hardware | None:

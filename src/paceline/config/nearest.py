@@ -58,7 +58,7 @@ def nearest_layouts(asked: Asked, *, keep_batch: bool = False) -> list[str]:
         if refused:
             changes["train.global_batch_size"] = nearest_batch(other)
         proposals = with_batch if refused else found
-        text = _as_sets(asked.config, changes)
+        text = as_sets(asked.config, changes)
         if text and text not in proposals:
             proposals.append(text)
         if len(found) == SHOWN:
@@ -152,7 +152,7 @@ def _pipelines(parallel: ParallelConfig) -> list[Choice]:
     return [Choice(fields=dict(zip(names, plan, strict=True)), distance=distance) for plan, distance in plans.items()]
 
 
-def _as_sets(config: RunConfig, changes: dict[str, Any]) -> str:
+def as_sets(config: RunConfig, changes: dict[str, Any]) -> str:
     """What differs, as the command line takes it."""
     parts = []
     for key, value in changes.items():
