@@ -183,6 +183,9 @@ class Running:
 
 
 def command_of(job: Job, folder: Path) -> list[str]:
+    if job.kind == "ceilings":
+        on_cpu = ["--tiny"] * ("cluster.device=cpu" in job.sets)
+        return ["bench/dense_ceilings.py", f"--out={folder}/ceilings.json", *on_cpu]
     sets = [f"--set={item}" for item in job.sets]
     if job.kind == "profile":
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}"]
@@ -209,6 +212,8 @@ def found_in(job: Job, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any
     """
     if job.kind == "profile":
         return {"profile": json.loads((folder / "p.json").read_text())}, []
+    if job.kind == "ceilings":
+        return {"ceilings": json.loads((folder / "ceilings.json").read_text())}, []
     if job.kind == "bench":
         record = json.loads((folder / "line.jsonl").read_text().splitlines()[-1])
         del record["recipe"]  # recipe and command say it
@@ -313,6 +318,9 @@ def tell(job: Job, entry: dict[str, Any]) -> None:
         )
     elif "train" in entry:
         said = f"{entry['train']['step_seconds']:.3f} s a step, loss {entry['train']['loss']}"
+    elif "ceilings" in entry:
+        models = entry["ceilings"]["models"]
+        said = ", ".join(f"{name} {found.get('ceiling_tflops', 0):.0f} TFLOP/s" for name, found in models.items())
     elif "profile" in entry:
         said = f"{entry['profile']['wall_ms']:.0f} ms, idle {entry['profile']['idle_ms']:.0f}"
     else:

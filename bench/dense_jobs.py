@@ -8,7 +8,7 @@ from typing import Literal
 
 from paceline.config.run import RunConfig
 
-PARTS = ("dense", "ladder", "tune", "curves", "overheads", "profile")
+PARTS = ("dense", "ladder", "tune", "curves", "overheads", "profile", "ceilings")
 """In the order of their importance."""
 ROOT = Path(__file__).parents[1]
 STEPS_PLUGIN = "bench/dense_steps.py"
@@ -34,7 +34,7 @@ class Job:
     recipe: str
     processes: int
     estimate: float
-    kind: Literal["bench", "train", "curve", "profile"] = "bench"
+    kind: Literal["bench", "train", "curve", "profile", "ceilings"] = "bench"
     sets: tuple[str, ...] = ()
     title: str = ""
     work: str = ""
@@ -60,9 +60,10 @@ RUNGS = (
     "5_reduction",
     "6_micro_batch",
     "7_fp8",
+    "8_fused",
 )
-BESIDE = ("side_tensor",)
-"""Measured beside the ladder: another way from the rung before the last."""
+BESIDE = {"side_tensor": "6_micro_batch"}
+"""Measured beside the ladder, and the rung that it stands against: another way to do without single sequences."""
 _RUNG_SECONDS = 60.0
 
 
@@ -74,9 +75,9 @@ def change_of(recipe: str) -> str:
 def ladder_jobs() -> list[Job]:
     def job(name: str) -> Job:
         recipe = f"recipes/ladder/{name}.toml"
-        work = {NAIVE: "13b_naive", "7_fp8": "13b_fp8"}.get(name, "13b_bf16")
+        work = {NAIVE: "13b_naive", "7_fp8": "13b_fp8", "8_fused": "13b_fp8"}.get(name, "13b_bf16")
         # the first and the last rungs are rows of the dense table: their ceiling is measured in full
-        short = name not in (NAIVE, "6_micro_batch", "7_fp8", *BESIDE)
+        short = name not in (NAIVE, "6_micro_batch", "7_fp8", "8_fused", *BESIDE)
         return Job(
             part="ladder",
             name=name,
@@ -247,6 +248,15 @@ def profile_jobs() -> list[Job]:
     ]
 
 
+def ceiling_jobs() -> list[Job]:
+    return [
+        Job(
+            part="ceilings", name="models", title="attention and products alone", recipe=_1B, processes=1,
+            kind="ceilings", estimate=45.0,
+        )
+    ]  # fmt: skip
+
+
 def jobs_of(part: str) -> list[Job]:
     return {
         "dense": dense_jobs,
@@ -255,6 +265,7 @@ def jobs_of(part: str) -> list[Job]:
         "curves": curve_jobs,
         "overheads": overhead_jobs,
         "profile": profile_jobs,
+        "ceilings": ceiling_jobs,
     }[part]()
 
 

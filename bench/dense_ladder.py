@@ -45,8 +45,7 @@ def _rows(entries: dict[str, Any]) -> Iterator[str]:
         bench = _bench(entries, name)
         start = f"| [`{name}`](../{recipe}) | {change_of(recipe)} |"
         if name in BESIDE:
-            # another way up from the rung that the last one stands on
-            below = _bench(entries, RUNGS[-2])
+            below = _bench(entries, BESIDE[name])
         if bench is None:
             failed = entries.get(f"ladder/{name}", {}).get("failed")
             yield f"{start} {'failed: ' + failed[0] if failed else NOT_YET} | | | | | |"

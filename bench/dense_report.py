@@ -85,6 +85,7 @@ def page(data: dict[str, Any], curves: Curves, picture: str = "") -> list[str]:
         lines += section(entries)
     lines += numerics(curves, picture)
     lines += profiles(entries)
+    lines += ceilings(entries)
     notes = [f"- `{key}`: {entry['note']}" for key, entry in entries.items() if "note" in entry]
     if notes:
         lines += ["", "## Notes", "", *notes]
@@ -311,6 +312,30 @@ def profiles(entries: Entries) -> list[str]:
     for name in totals:
         title = name.removesuffix("_ms").replace("_", " ")
         lines.append(f"| *{title}* | {' | '.join(_ms(profile[name]) for profile in done.values())} |")
+    return lines
+
+
+def ceilings(entries: Entries) -> list[str]:
+    """What attention and products alone would reach."""
+    models = entries.get("ceilings/models", {}).get("ceilings", {}).get("models")
+    if not models:
+        return []
+    lines = ["", "## What a step could reach: attention and products alone, bf16, short bursts", ""]
+    lines += [
+        "*Kernel*: 3.5 times the forward's FLOPs, with the scores that the backward computes again. *Together*: model "
+        "TFLOP/s of a micro-batch that did nothing else.",
+        "",
+        "| model | attention forward / with backward, TFLOP/s (kernel) | products, TFLOP/s | together |",
+        "| --- | --- | ---: | ---: |",
+    ]
+    for name, found in models.items():
+        attention = ", ".join(
+            f"{kernel} {each['forward_tflops']:.0f} / {each['kernel_tflops']:.0f}"
+            for kernel, each in found["attention"].items()
+        )
+        work = sum(each["tflops"] * each["ms"] * each["number"] for each in found["linears"])
+        together = f"{found['ceiling_tflops']:.0f}" if "ceiling_tflops" in found else ""
+        lines.append(f"| {name} | {attention} | {work / found['linears_ms']:.0f} | {together} |")
     return lines
 
 

@@ -65,6 +65,7 @@ def test_each_rung_changes_what_it_says_and_fits_the_card() -> None:
         "5_reduction": {"parallel.reduce_dtype"},
         "6_micro_batch": {"train.micro_batch_size", "train.global_batch_size"},
         "7_fp8": {"train.precision"},
+        "8_fused": {"optim.fused_update"},
     }
     jobs = {job.name: config_of(job) for job in dense_jobs.ladder_jobs()}
     for below, name in zip(dense_jobs.RUNGS[:-1], dense_jobs.RUNGS[1:], strict=True):
@@ -205,6 +206,19 @@ def test_one_small_bench_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert entry["bench"]["steps"] == 1 and entry["bench"]["loss"] > 0, entry.get("failed")
 
 
+def test_ceilings_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["dense.py", "ceilings", "--tiny", "--results", str(tmp_path), "--work", str(tmp_path)]
+    monkeypatch.setattr(dense, "machine", lambda: ({}, 0))
+    monkeypatch.setattr(sys, "argv", line)
+    dense.main()
+    entry = json.loads((tmp_path / "dense.json").read_text())["entries"]["ceilings/models"]
+    found = entry["ceilings"]["models"]["llama3_8b"]
+    # queries, keys, values, output; gate, up, down; the head
+    assert sum(each["number"] for each in found["linears"]) == 2 * 7 + 1, entry.get("failed")
+    assert found["ceiling_tflops"] > 0
+    assert "| llama3_8b | cpu " in (tmp_path / "dense.md").read_text()
+
+
 def test_figures_of_a_training_run(tmp_path: Path) -> None:
     seconds = [9.0, 5.0, 4.0] + [1.0] * 18  # of steps 2 to 22
     seconds[10 - 2], seconds[12 - 2] = 1.5, 1.75
@@ -277,7 +291,8 @@ def test_what_each_rung_bought() -> None:
     assert "+50.0% speed, -2.0 GiB" in rows["1_attention"] and "failed: exit code 1" in rows["2_loss"]
     assert rows["3_compile"].endswith("|  |"), "no rung below that was measured"
     assert "+40.0% speed" in rows["7_fp8"] and "-10.0% speed" in rows["side_tensor"]
-    assert "**3.50x**" in "\n".join(dense_ladder.ladder_page({"entries": entries}))
+    entries["ladder/8_fused"] = bench_entry("13b_fp8", 7200.0)
+    assert "**3.60x**" in "\n".join(dense_ladder.ladder_page({"entries": entries}))
 
 
 def test_the_ladder_s_page_is_up_to_date(tmp_path: Path) -> None:
