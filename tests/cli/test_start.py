@@ -57,6 +57,8 @@ def test_all_processes_of_the_host_count_and_on_gpus_only_what_is_offloaded() ->
         return [found.id for found in room.host_findings(config, 8, processes, on_cpu=on_cpu, memory=memory)]
 
     assert findings(1) == []
+    with pytest.raises(ConfigError, match="2000 processes of this run need"):
+        findings(2000, "model.preset=tiny_llama", "train.seq_len=64")
     with pytest.raises(ConfigError, match="8 processes of this run need"):
         findings(8)
     assert findings(8, on_cpu=False) == []

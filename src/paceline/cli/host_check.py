@@ -12,6 +12,10 @@ from paceline.report import units
 from paceline.report.finding import Finding
 from paceline.runtime.host import HostMemory
 
+PROCESS_BYTES = 2**28
+"""Of Python and torch in a process, beside the run: one of a few thousand parameters peaks at 0.34 GiB on a CPU, a part
+of which are libraries that processes share."""
+
 FULL = 0.8
 """Of what is available: from here on it is doubtful."""
 
@@ -27,7 +31,7 @@ def host_findings(
     if not on_cpu and config.parallel.offload == "none":
         return []
     estimates = estimate_pipeline(config, world_size)
-    each = sum(found.host + (found.total if on_cpu else 0) for found in estimates) / len(estimates)
+    each = sum(found.host + (found.total if on_cpu else 0) for found in estimates) / len(estimates) + PROCESS_BYTES
     needed = each * processes
     subject = (
         f"{processes} process{'es' * (processes > 1)} of this run need{'s' * (processes == 1)} about "
@@ -38,7 +42,7 @@ def host_findings(
     if needed > memory.total and config.cluster.check_host_memory:
         raise ConfigError(
             f"{subject}, this host has {units.size(memory.total)}",
-            evidence=f"{where}; estimated as in --dry-run, without torch itself.",
+            evidence=f"{where}; estimated as in --dry-run, and {units.size(PROCESS_BYTES)} a process for torch.",
             next_step=f"Take {ways}. To start all the same: --set cluster.check_host_memory=false.",
         )
     if needed <= FULL * memory.available:
