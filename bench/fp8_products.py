@@ -10,7 +10,7 @@ TFLOP/s of 6 M N K.
     bf16            what a run in bf16 does, each linear by itself
     products        the three fp8 products alone, operands ready: what no cast can beat
     torch, triton   with casts, outside of compiled code, by `train.fp8_cast_kernel`
-    compiled        the linear by itself compiled: casts fused with each other, with no producer to fuse into
+    compiled ...    the linear by itself compiled: nothing makes its input here that casts could be fused with
     weights         casting the weights, once a step
 
 ``--shrink 64 --device cpu`` tries the script itself.
@@ -171,7 +171,7 @@ class _Made:
             return fp8_linears(x, weights, biases, scaling=scaling, cached=cached, kernel=kernel)
 
         torch.compiler.reset()  # otherwise the ninth shape of the same function stays eager
-        compiled = torch.compile(linear, dynamic=False)
+        compiled = torch.compile(linear, dynamic=False, fullgraph=True)
         x_rows, x_columns = cast_both(self.x.detach(), E4M3, scaling)
         grad_rows, grad_columns = cast_both(torch.cat(self.grads, dim=1), gradient_dtype(scaling), scaling)
 
@@ -184,11 +184,12 @@ class _Made:
             "products": products,
             "torch": lambda: self._back(linear(self.x, *self.weights)),
             "triton": lambda: self._back(linear(self.x, *self.weights, kernel="triton")),
-            "compiled": lambda: self._back(compiled(self.x, *self.weights)),
+            "compiled, torch": lambda: self._back(compiled(self.x, *self.weights)),
+            "compiled, triton": lambda: self._back(compiled(self.x, *self.weights, kernel="triton")),
             "weights": lambda: cast_weights(self.weights, scaling),
         }
         if scaling == "rowwise":
-            del ways["triton"]  # the kernel is for one scale
+            del ways["triton"], ways["compiled, triton"]  # the kernel is for one scale
         return ways
 
 
@@ -201,12 +202,14 @@ def of_blocks(device: torch.device) -> list[dict[str, Any]]:
     for name, sequences in SEQUENCES.items():
         length = TOKENS // sequences
         config = resolve({}, [f"model.preset={name}", "model.num_layers=1", f"train.seq_len={length}"]).config
-        for way in ("bf16", *SCALINGS):
+        ways = {f"{scaling}, torch": Fp8Options(scaling=scaling) for scaling in SCALINGS}
+        ways["tensorwise, triton"] = Fp8Options(kernel="triton")
+        for way, fp8 in {"bf16": None, **ways}.items():
             torch.compiler.reset()
             model = Transformer(config.model, dtype=torch.bfloat16, device=device)
             model.init_weights(0)
-            if way != "bf16":
-                use_fp8(model, Fp8Options(scaling=way), Fp8Weights(), cached=True)  # type: ignore[arg-type]
+            if fp8 is not None:
+                use_fp8(model, fp8, Fp8Weights(), cached=True)
             (block,) = model.blocks.values()
             compile_blocks([block])
             took = _tried(functools.partial(_block_time, device, model, sequences, length))

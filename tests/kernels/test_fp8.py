@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from paceline.kernels.fp8_cast import (
     E4M3,
     E5M2,
     MULTIPLE,
+    CastKernel,
     Fp8,
     Scaling,
     cast_both,
     cast_columns,
     cast_rows,
+    cast_transpose,
     multiplier,
     product,
     transposed,
@@ -131,7 +134,7 @@ def test_fp8_is_near_bf16(scaling: Scaling) -> None:
         [*found, *_gradients(found, [x, *weights])], [*exact, *_gradients(exact, [x, *weights])], (0.05, 0.09, 0.09),
         strict=True,
     ):  # fmt: skip
-        error = float((one.detach().float() - other.float()).norm() / other.float().norm())
+        error = float(((one.float() - other.float()).norm() / other.float().norm()).detach())
         assert 1e-3 < error < most, error
 
 
@@ -243,11 +246,17 @@ def test_factors_at_the_edges() -> None:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_casts_are_those_of_the_twin(scaling: Scaling, dtype: torch.dtype) -> None:
     for name, x in _hard().items():
-        rows, columns = cast_both(x, dtype, scaling)
-        assert torch.equal(rows.wide(), rounded(x, dtype, scaling, over=1)), name
-        turned = columns.wide()[:, : len(x)]
-        assert torch.equal(turned.T, rounded(x, dtype, scaling, over=0)), name
-        assert columns.values.shape == (x.shape[1], -(-len(x) // 16) * 16) and columns.values.is_contiguous()
+        for kernel in get_args(CastKernel):
+            rows, columns = cast_both(x, dtype, scaling, kernel)
+            assert torch.equal(rows.wide(), rounded(x, dtype, scaling, over=1)), name
+            turned = columns.wide()[:, : len(x)]
+            assert torch.equal(turned.T, rounded(x, dtype, scaling, over=0)), name
+            assert columns.values.shape == (x.shape[1], -(-len(x) // 16) * 16) and columns.values.is_contiguous()
+
+
+def test_the_operation_is_what_it_says_to_the_compiler() -> None:
+    x = torch.randn(37, 24).bfloat16()
+    torch.library.opcheck(cast_transpose, (x, torch.tensor(4.0), E4M3))
 
 
 def _hard() -> dict[str, Tensor]:

@@ -49,7 +49,8 @@ class TrainConfig(Section):
     """Keep fp8 weights over the micro-batches of a step (2 bytes an element more, zero 0 and 1); else cast at each
     use."""
     fp8_cast_kernel: Literal["torch", "triton"] = "torch"
-    """Who casts and transposes on a GPU outside of compiled blocks: operations of torch, or one Triton kernel."""
+    """Who casts and transposes tensors that have one scale, on a GPU: operations of torch, which a compiled block fuses
+    with what makes the tensor, or one Triton kernel."""
     attention_kernel: Literal["auto", "reference", "sdpa"] = "auto"
     """`auto` takes the fastest that fits mask and device; `reference` materialises the scores."""
     loss_kernel: Literal["chunked", "plain"] = "chunked"

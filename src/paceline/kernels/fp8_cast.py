@@ -21,7 +21,8 @@ from torch import Tensor
 
 Scaling = Literal["tensorwise", "rowwise"]
 CastKernel = Literal["torch", "triton"]
-"""Who casts outside of compiled code on a GPU; the compiler fuses casts itself."""
+"""Who casts a tensor that is needed both ways: operations of torch, which the compiler fuses with what is around them,
+or one kernel, which it does not see into."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -93,16 +94,32 @@ def cast_both(x_RC: Tensor, dtype: torch.dtype, scaling: Scaling, kernel: CastKe
     """(`cast_rows`, `cast_columns`) of one matrix."""
     if scaling == "rowwise":
         return cast_rows([x_RC], dtype, scaling), cast_columns([x_RC], dtype, scaling)
-    if kernel == "triton" and x_RC.is_cuda and not torch.compiler.is_compiling():
-        from paceline.kernels.fp8_triton import cast_transpose
-
-        factor = multiplier(_largest_of_all([x_RC]), dtype)
+    if kernel == "triton":
+        factor = multiplier(_largest(x_RC), dtype)
+        values, turned = cast_transpose(x_RC, factor, dtype)
         scale = factor.reciprocal()
-        x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
-        values, turned = cast_transpose(x_RC, factor, dtype, multiple=MULTIPLE)
         return Fp8(values, scale), Fp8(turned, scale)
     rows = cast_rows([x_RC], dtype, scaling)
     return rows, transposed(rows)
+
+
+@torch.library.custom_op("paceline::fp8_cast_transpose", mutates_args=())
+def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """fp8 [R, C] and [C, R filled up to a `MULTIPLE`]: ``x * factor``, as it lies and turned. One kernel on GPUs."""
+    if x_RC.is_cuda:
+        from paceline.kernels import fp8_triton
+
+        x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
+        return fp8_triton.cast_transpose(x_RC, factor, dtype, multiple=MULTIPLE)
+    values = _cast(x_RC, factor, dtype)
+    return values, _transposed_values(values)
+
+
+@cast_transpose.register_fake
+def _(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows, columns = x_RC.shape
+    padded = rows + -rows % MULTIPLE
+    return x_RC.new_empty(rows, columns, dtype=dtype), x_RC.new_empty(columns, padded, dtype=dtype)
 
 
 def multiplier(largest: Tensor, dtype: torch.dtype) -> Tensor:
