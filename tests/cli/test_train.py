@@ -112,7 +112,7 @@ def test_dry_run_shows_layout_memory_and_work_and_starts_nothing(command: Comman
     assert done.code == 0 and not folder.exists()
     words = " ".join(done.out.split())
     for expected in (
-        "8.03B (llama3_8b) 8,030,261,248",
+        "8.03B 8,030,261,248 (llama3_8b)",
         "Mesh: 8 ranks",
         "dp_replicate 2",
         "dp_shard 4",
@@ -144,7 +144,7 @@ def test_dry_run_takes_the_world_size_of_the_launcher(command: Command, monkeypa
         (["train.steps=many"], 1, "train.steps = 'many'", "--print-schema"),
         (["model.num_heads=5"], 1, "model.num_heads = 5 does not divide model.hidden_size", "num_heads from"),
         (["train.global_batch_size=6"], 4, "train.global_batch_size = 6 is not a multiple", "4 and 8"),
-        (["parallel.dp_shard=3"], 2, "does not make the 2 ranks", "dp_shard = 2 fits"),
+        (["parallel.dp_shard=3"], 2, "does not make the 2 ranks", "--set parallel.dp_shard=2"),
         (["parallel.tp=8"], 8, "parallel.tp = 8 does not divide model.num_heads", "--set parallel.tp="),
         (["train.seq_len=64"], 1, "train.seq_len = 64 is longer than model.max_seq_len = 32", "= 32"),
     ],

@@ -47,7 +47,9 @@ def test_degrees_that_do_not_make_the_ranks_name_layouts_that_do() -> None:
 def test_one_process_of_a_larger_layout_asks_for_the_launcher() -> None:
     # case 79: started without a launcher
     error = refused(1, "parallel.tp=2", "parallel.pp=4")
-    assert "1 rank that was started" in error.subject and "--nproc 8" in error.next_step
+    assert (
+        "tp 2 x pp 4, which does not make the 1 rank that there is" in error.subject and "--nproc 8" in error.next_step
+    )
 
 
 @pytest.mark.parametrize(

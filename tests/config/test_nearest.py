@@ -10,8 +10,10 @@ from collections.abc import Callable
 import pytest
 from pydantic import ValidationError
 
+from paceline.config.asked import Asked
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import resolve
+from paceline.config.refusals import refusals
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 
@@ -139,6 +141,9 @@ def _refusal(overrides: list[str], world_size: int, case: str) -> ConfigError | 
         began = time.process_time()
         found = check(recipe.config, recipe.registry, world_size)
         assert time.process_time() - began < SECONDS, case
+        # what proposals are tried against is all that the check refuses
+        refused = {finding.id for finding in refusals(Asked.of(recipe.config, world_size))}
+        assert {finding.id for finding in found if finding.severity == "error"} == refused, case
         refuse_errors(found)
     except ConfigError as error:
         return error

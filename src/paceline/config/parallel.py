@@ -88,16 +88,16 @@ class ParallelConfig(Section):
         asked = " x ".join(
             f"{name} {value}"
             for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")
-            if (value := getattr(self, name)) > 1 or name == "dp_shard"
+            if (value := getattr(self, name)) > 1 or (name == "dp_shard" and value == 1)
         )
         fit = (
             f"parallel.dp_shard = {world_size // fixed} fits; 0 takes whatever is left."
             if world_size % fixed == 0
             else f"tp * pp * cp * dp_replicate must divide {world_size}."
         )
+        ranks = f"{world_size} ranks that there are" if world_size > 1 else "1 rank that there is"
         raise ConfigError(
-            f"the recipe asks for {asked}, which does not make the {world_size} rank{'s' * (world_size > 1)} that "
-            f"{'were' if world_size > 1 else 'was'} started",
+            f"the recipe asks for {asked}, which does not make the {ranks}",
             evidence=f"tp * pp * cp * dp_replicate = {fixed}; times dp_shard it must be the world size.",
             next_step=fit,
         )
