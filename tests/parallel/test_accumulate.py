@@ -179,6 +179,25 @@ def _unused(rank: int, world_size: int) -> None:
     assert all(not gradient.any() for name, gradient in found[1].items() if name.startswith("blocks.2."))
 
 
+def _tensor_parallel(rank: int, world_size: int) -> int:
+    """Products that gather and scatter add to places too."""
+    options: dict[str, Any] = {"tp": 2, "recompute": "selective", "model": {"qkv_bias": True, "ffn_size": 32}}
+    usual, fused = (_engine(rank, world_size, on, **options) for on in (False, True))
+    for step in range(2):
+        expected = _step(usual, 0, 1, step)
+        _compare(_step(fused, 0, 1, step), expected)
+    layers = _layers(fused).values()
+    assert all(layer.weight.grad is None and layer.fresh is not None and not layer.fresh for layer in layers)
+    assert _sent_in_backward(usual, 0, 1) == _sent_in_backward(fused, 0, 1)
+    with torch.no_grad():
+        fused.stages[0](*batches(0))
+    return len(layers)
+
+
+def test_tensor_parallel_products_add_to_places() -> None:
+    assert run(_tensor_parallel, 2) == [21, 21]
+
+
 def _all(rank: int, world_size: int) -> tuple[list[str], list[float]]:
     _reference(rank, world_size)
     _watched(rank, world_size)

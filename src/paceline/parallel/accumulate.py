@@ -9,8 +9,9 @@ products of the block have been issued; autograd says so through that input's ho
 counts gradients.
 
 What stays on the usual way: everything but matrices of plain linear layers (norms, biases, embeddings, the head,
-experts), weights that are tied, frozen, or used by other code than their layer's own forward (tensor parallelism), and
-any weight whose gradient somebody watches with a hook, as the search for non-finite gradients does.
+experts), weights that are tied, frozen, or multiplied by other code than their layer's own forward (fp8; but tensor
+parallelism's products know places), and any weight whose gradient somebody watches with a hook, as the search for
+non-finite gradients does.
 
 In a compiled block the place is an input of the graph, which the backward changes. Torch traces that as a copy and
 takes the copy out again (2.11 - 2.13; tests/parallel/test_accumulate.py sees that it does).
@@ -49,10 +50,7 @@ class AccumulatingLinear(nn.Linear):
     fresh: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.place is None or self.fresh is None or not torch.is_grad_enabled():
-            return F.linear(input, self.weight, self.bias)
-        out: Tensor = _AccumulatingProduct.apply(input, self.weight, self.bias, self.place, self.fresh)
-        return out
+        return linear(input, self.weight, self.bias, place_of(self))
 
     def aim(self, place: Place | None) -> None:
         """The next forward's backward adds to ``place``; None: its weight gets a gradient as usual."""
@@ -60,6 +58,21 @@ class AccumulatingLinear(nn.Linear):
         # which saved them too, waits for its backward
         self.place = None if place is None else place.gradient.data
         self.fresh = None if place is None else place.fresh.data
+
+
+def place_of(layer: nn.Linear) -> Place | None:
+    """Where the gradient of its weight goes in the backward of what is multiplied now; None: to autograd."""
+    if not isinstance(layer, AccumulatingLinear) or layer.place is None or layer.fresh is None:
+        return None
+    return Place(gradient=layer.place, fresh=layer.fresh)
+
+
+def linear(x: Tensor, weight_DC: Tensor, bias_D: Tensor | None, place: Place | None) -> Tensor:
+    """`F.linear` whose backward adds the weight's gradient to ``place``, if there is one."""
+    if place is None or not torch.is_grad_enabled():
+        return F.linear(x, weight_DC, bias_D)
+    out: Tensor = _AccumulatingProduct.apply(x, weight_DC, bias_D, place.gradient, place.fresh)
+    return out
 
 
 class _AccumulatingProduct(torch.autograd.Function):
@@ -84,30 +97,34 @@ class _AccumulatingProduct(torch.autograd.Function):
 # ---- from above
 
 
-def accumulate_products(blocks: Sequence[nn.Module]) -> None:
+def accumulate_products(blocks: Sequence[nn.Module], *, replaced: bool = False) -> None:
     """Plain linear layers inside become `AccumulatingLinear`, in place; names and parameters stay.
 
-    After tensor parallelism and anything else that replaces layers or their forward: what it changed is left alone.
+    After anything that replaces layers or their forward: what it changed is left alone.
+
+    Args:
+        replaced: not so; products that stand for a layer's own ask `place_of`, as those of tensor parallelism do.
     """
     for block in blocks:
         for module in block.modules():
-            for layer in list(_plain_layers(module)):
+            for layer in list(_plain_layers(module, replaced)):
                 layer.__class__ = AccumulatingLinear  # hooks, names and the parameters' places in the model stay
 
 
-def _plain_layers(parent: nn.Module) -> Iterator[nn.Linear]:
-    replaced = "project" in vars(parent)  # a sublayer that multiplies by its first matrices itself, see `tensor.py`
-    elsewhere = set(parent.in_projs) if replaced else set()  # type: ignore[arg-type]
+def _plain_layers(parent: nn.Module, replaced: bool) -> Iterator[nn.Linear]:
+    elsewhere: set[nn.Module] = set()
+    if "project" in vars(parent):  # a sublayer that multiplies by its first matrices in a way of its own
+        elsewhere = set(parent.in_projs)  # type: ignore[arg-type]
     for layer in parent.children():
-        # a subclass, or a layer with a forward of its own, has its own products
-        if type(layer) is nn.Linear and "forward" not in vars(layer) and layer not in elsewhere and _worth_it(layer):
+        own = "forward" in vars(layer) or layer in elsewhere
+        if type(layer) is nn.Linear and (replaced or not own) and _worth_it(layer):
             yield layer
 
 
 def _worth_it(layer: nn.Linear) -> bool:
     """Matrix products like sizes in multiples of 8; and a matrix of one row is no matrix (the gate of shared
     experts)."""
-    return layer.in_features % 8 == 0 and layer.out_features % 8 == 0
+    return all(size % 8 == 0 for size in layer.weight.shape)  # not the layer's own fields: tp cuts the weight alone
 
 
 # ---- the engine's side

@@ -68,7 +68,8 @@ def parallelize(
             assert mesh.size("tp") == 1, "config.exclusions refuses it"
             use_fp8(stage, fp8 or Fp8Options(), fp8_weights, cached=config.engine == "flat")  # inside what recomputes
         if config.fused_weight_gradients:
-            accumulate_products(list(stage.blocks.values()))  # last of all that changes layers: takes what is plain
+            # last of all that changes layers: takes what is plain, or replaced by tp, whose products know places
+            accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1)
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
         if config.compile:
             compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from paceline.kernels.weight_gradient import accumulate_weight_gradient
+from paceline.parallel.accumulate import Place, linear
 from paceline.parallel.collectives import Axis
 from paceline.parallel.regions import finish_gather, finish_scatter, scatter_sum, start_gather, start_scatter
 
@@ -39,6 +41,7 @@ def column_products(
     *,
     dim: int,
     postpone: Postpone | None = None,
+    places: tuple[Place | None, ...] = (),
 ) -> tuple[Tensor, ...]:
     """The parts of ``x`` of all ranks, joined along ``dim``, times each of this rank's [D, C] weights.
 
@@ -46,22 +49,39 @@ def column_products(
 
     Args:
         postpone: is handed the products for gradients of weights in the backward, in place of autograd.
+        places: one for each weight, or none: where backward adds its gradient, in place of handing it to autograd.
     """
     if not torch.compiler.is_compiling() and has_torch_function_unary(x):
-        options: dict[str, Any] = {"dim": dim, "postpone": postpone}
+        options: dict[str, Any] = {"dim": dim, "postpone": postpone, "places": places}
         seen: tuple[Tensor, ...] = handle_torch_function(
             column_products, (x,), x, weights, biases, axis, name, **options
         )
         return seen
+    assert postpone is None or not any(places), "config.exclusions refuses it"
     inputs = weights if postpone is None else tuple(weight.detach() for weight in weights)
     later = None if postpone is None else (postpone, weights)
-    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(axis, name, dim, later, x, *inputs, *biases)
+    each = places or (None,) * len(weights)
+    sums = (*(place and place.gradient for place in each), *(place and place.fresh for place in each))
+    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(axis, name, dim, later, x, *inputs, *biases, *sums)
     return outputs
 
 
-def row_product(x: Tensor, weight_DC: Tensor, bias_D: Tensor | None, axis: Axis, name: str, *, dim: int) -> Tensor:
-    """This rank's part along ``dim`` of the sum over ranks of ``x`` times weight."""
-    out = scatter_sum(F.linear(x, weight_DC), axis, name, dim=dim)
+def row_product(
+    x: Tensor,
+    weight_DC: Tensor,
+    bias_D: Tensor | None,
+    axis: Axis,
+    name: str,
+    *,
+    dim: int,
+    place: Place | None = None,
+) -> Tensor:
+    """This rank's part along ``dim`` of the sum over ranks of ``x`` times weight.
+
+    Args:
+        place: where backward adds the weight's gradient, in place of handing it to autograd.
+    """
+    out = scatter_sum(linear(x, weight_DC, None, place), axis, name, dim=dim)
     # once for each token: after the sum, on this rank's tokens
     return out if bias_D is None else out + bias_D
 
@@ -77,10 +97,10 @@ class _ColumnProducts(torch.autograd.Function):
         x: Tensor,
         *matrices: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        number = len(matrices) // 2
-        weights, biases = matrices[:number], matrices[number:]
-        ctx.axis, ctx.name, ctx.dim, ctx.later = axis, name, dim, later
-        ctx.save_for_backward(x, *weights)
+        number = len(matrices) // 4
+        weights, biases = matrices[:number], matrices[number : 2 * number]
+        ctx.axis, ctx.name, ctx.dim, ctx.later, ctx.number = axis, name, dim, later, number
+        ctx.save_for_backward(x, *weights, *matrices[2 * number :])
         whole = finish_gather(start_gather(x, axis, name), axis, dim)
         return tuple(
             F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True) if weight is not None
@@ -88,10 +108,11 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis, name, dim = ctx.axis, ctx.name, ctx.dim
-        x, *weights = ctx.saved_tensors
+        axis, name, dim, number = ctx.axis, ctx.name, ctx.dim, ctx.number
+        x, *others = ctx.saved_tensors
+        weights, places, fresh = others[:number], others[number : 2 * number], others[2 * number :]
         wants_x, wants = ctx.needs_input_grad[4], ctx.needs_input_grad[5:]
-        wants_weight, wants_bias = wants[: len(weights)], wants[len(weights) :]
+        wants_weight, wants_bias = wants[:number], wants[number : 2 * number]
         if ctx.later is not None:
             wants_weight = tuple(target.requires_grad for target in ctx.later[1])
         gathering = start_gather(x, axis, name) if any(wants_weight) else None
@@ -108,9 +129,11 @@ class _ColumnProducts(torch.autograd.Function):
             whole_MC = finish_gather(gathering, axis, dim).flatten(0, -2)
             products = [functools.partial(_product, grad_MD, whole_MC) for grad_MD in grads_MD]
             if ctx.later is None:
-                grad_weights = [
-                    product() if wanted else None for product, wanted in zip(products, wants_weight, strict=True)
-                ]
+                for index, product in enumerate(products):
+                    if places[index] is not None:
+                        accumulate_weight_gradient(places[index], fresh[index], grads_MD[index], whole_MC)
+                    elif wants_weight[index]:
+                        grad_weights[index] = product()
             else:
                 postpone, targets = ctx.later
                 for target, product in zip(targets, products, strict=True):
@@ -118,7 +141,7 @@ class _ColumnProducts(torch.autograd.Function):
                         postpone(target, product)
         grad_biases = [grad_MD.sum(0) if wanted else None for grad_MD, wanted in zip(grads_MD, wants_bias, strict=True)]
         grad_x = finish_scatter(scattering) if scattering is not None else None
-        return None, None, None, None, grad_x, *grad_weights, *grad_biases
+        return None, None, None, None, grad_x, *grad_weights, *grad_biases, *(None for _ in places + fresh)
 
 
 def _product(grad_MD: Tensor, x_MC: Tensor) -> Tensor:

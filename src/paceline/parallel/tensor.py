@@ -28,6 +28,7 @@ from paceline.kernels.cross_entropy import HeadLoss
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
 from paceline.models.transformer import Embedding, Head, Transformer
+from paceline.parallel.accumulate import place_of
 from paceline.parallel.collectives import Axis
 from paceline.parallel.linear import column_products, row_product
 from paceline.parallel.mesh import ParallelMesh
@@ -143,10 +144,11 @@ def _cut_sublayer(
     def project(x: Tensor) -> tuple[Tensor, ...]:
         projs = sublayer.in_projs
         weights, biases = tuple(proj.weight for proj in projs), tuple(proj.bias for proj in projs)
-        return column_products(x, weights, biases, axis, name, dim=dim)
+        places = tuple(place_of(proj) for proj in projs)
+        return column_products(x, weights, biases, axis, name, dim=dim, places=places)
 
     def combine(x: Tensor) -> Tensor:
-        return row_product(x, out_proj.weight, out_proj.bias, axis, name, dim=dim)
+        return row_product(x, out_proj.weight, out_proj.bias, axis, name, dim=dim, place=place_of(out_proj))
 
     sublayer.project = project  # type: ignore[method-assign]
     out_proj.forward = combine  # type: ignore[method-assign, assignment]
