@@ -46,8 +46,16 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 REPEATS = 10
-TINY = ("model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=16")
-TINY += ("model.ffn_size=96", "model.vocab_size=512", "train.seq_len=64")
+TINY = (
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=16",
+    "model.ffn_size=96",
+    "model.vocab_size=512",
+    "train.seq_len=64",
+)
 
 
 def main() -> None:

@@ -185,8 +185,8 @@ def show(result: dict[str, Any]) -> None:
         f"{idle['number']} gaps between kernels, {idle['ms']:.1f} ms; {idle['of_launches']} of them of at most "
         f"{LAUNCH * 1e6:.0f} us, {idle['of_launches_ms']:.1f} ms"
     )
-    rows = [(f"{gap['ms']:.2f}", f"{gap['at_ms']:.1f}", gap["after"], gap["before"]) for gap in idle["longest"]]
-    print_table(console, table((">gap, ms", ">at", "after", "before"), rows))
+    longest = [(f"{gap['ms']:.2f}", f"{gap['at_ms']:.1f}", gap["after"], gap["before"]) for gap in idle["longest"]]
+    print_table(console, table((">gap, ms", ">at", "after", "before"), longest))
 
 
 if __name__ == "__main__":
