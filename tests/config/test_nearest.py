@@ -53,6 +53,14 @@ def test_where_no_layout_fits_the_batch_another_batch_is_proposed_with_it(
     assert "10 and 15" in alone.next_step and not proposals(alone.next_step)
 
 
+def test_far_from_all_that_works_data_parallelism_is_left() -> None:
+    texts = ["parallel.tp=7", "parallel.cp=11", "parallel.pp=13", "train.seq_len=61", "parallel.dp_shard=2"]
+    error = _refusal(texts, 720720, "")
+    assert error is not None
+    (proposed,) = proposals(error.next_step)
+    assert "parallel.dp_shard=720720" in proposed and _refusal([*texts, *proposed], 720720, "") is None
+
+
 def test_what_no_layout_mends_is_set_right_beside_it() -> None:
     texts = ["parallel.tp=3", "parallel.zero=3", "parallel.accumulate_dtype=bf16", "train.seq_len=5000"]
     error = _refusal(texts, 2, "")

@@ -112,7 +112,7 @@ def _refused(asked: Asked) -> list[Finding]:
     elif portions:
         near = nearest_layouts(asked, keep_batch=True)
         portions[0] = _with(portions[0], f"Or another layout: {'; or '.join(near)}." if near else "")
-    return [*unmended, *portions, *misfits]
+    return [*unmended, *misfits, *portions]
 
 
 def _with(finding: Finding, more: str) -> Finding:

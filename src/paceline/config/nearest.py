@@ -77,7 +77,17 @@ def nearest_sentence(asked: Asked) -> str:
 
 
 def _candidates(asked: Asked) -> Iterator[Fields]:
-    """Layouts that make the world size, by growing distance, then those that keep the model on as many ranks."""
+    """Layouts that make the world size, by growing distance, then those that keep the model on as many ranks; at the
+    very end data parallelism alone."""
+    yield from _near(asked)
+    yield (
+        dict.fromkeys(AXES, 1)
+        | {"pipeline_schedule": "1f1b", "stages_per_rank": 1, "pipeline_layout": ()}
+        | {"dp_shard": asked.world_size if asked.parallel.dp_shard else 0}
+    )
+
+
+def _near(asked: Asked) -> Iterator[Fields]:
     axes = _choices(asked)
     wanted = asked.parallel.model_ranks * asked.parallel.dp_replicate
     start = (0,) * len(axes)
