@@ -19,7 +19,6 @@ from paceline.kernels.fp8 import cast_weights, fp8_linear_reference, fp8_linears
 from paceline.kernels.fp8_cast import (
     E4M3,
     E5M2,
-    MULTIPLE,
     CastKernel,
     Fp8,
     Scaling,
@@ -284,13 +283,14 @@ def test_matrices_that_are_joined_share_what_one_matrix_has(scaling: Scaling) ->
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The kernel's file as Triton's interpreter runs it, on a CPU."""
     pytest.importorskip("triton")
-    name = "paceline.kernels.fp8_triton"
+    name, package = "paceline.kernels.fp8_triton", importlib.import_module("paceline.kernels")
     before = sys.modules.pop(name, None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     yield importlib.import_module(name)
-    sys.modules.pop(name)
+    # whoever imports it next gets the real one
+    del sys.modules[name], package.fp8_triton
     if before is not None:
-        sys.modules[name] = before
+        sys.modules[name] = package.fp8_triton = before
 
 
 SHAPES = ((1, 1), (5, 7), (64, 64), (100, 80), (130, 16), (16, 200))
@@ -321,10 +321,36 @@ def test_cast_transpose_on_a_gpu(dtype: torch.dtype) -> None:
         expected = cast_both(x.cuda(), dtype, "tensorwise")
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.wide(), other.wide()), name
+    weights = [torch.randn(size, 48, device="cuda").bfloat16() for size in (32, 8, 24)]
+    for one, other in zip(
+        cast_weights(weights, "tensorwise", "triton"), cast_weights(weights, "tensorwise"), strict=True
+    ):
+        assert torch.equal(one.wide(), other.wide())
 
 
 def _check_cast_transpose(module: ModuleType, x: Tensor, dtype: torch.dtype) -> None:
+    """Into matrices of their own, and into parts of larger ones."""
     rows = cast_rows([x], dtype, "tensorwise")
-    values, turned = module.cast_transpose(x, rows.scale.reciprocal(), dtype, multiple=MULTIPLE)
-    assert torch.equal(values.float(), rows.values.float())
-    assert torch.equal(turned.float(), transposed(rows).values.float())
+    expected = rows.values.float(), transposed(rows).values.float()
+    for more in (0, 5):
+        whole = [
+            torch.full((len(side) + more, side.shape[1] + more), 7.0, device=x.device).to(dtype) for side in expected
+        ]
+        values, turned = (side[: part.shape[0], : part.shape[1]] for side, part in zip(whole, expected, strict=True))
+        module.cast_transpose(x, rows.scale.reciprocal(), values, turned)
+        assert torch.equal(values.float(), expected[0]) and torch.equal(turned.float(), expected[1])
+        assert all(bool((side[len(part) :].float() == 7).all()) for side, part in zip(whole, expected, strict=True))
+        assert all(
+            bool((side[:, part.shape[1] :].float() == 7).all()) for side, part in zip(whole, expected, strict=True)
+        )
+
+
+def test_joined_weights_are_cast_part_by_part(interpreted: ModuleType) -> None:
+    from paceline.kernels import fp8_cast
+
+    for sizes in ((32, 8, 24), (7, 6)):
+        parts = [torch.ldexp(torch.randint(4, 8, (size, 48)) / 4, torch.tensor(2)).bfloat16() for size in sizes]
+        expected = cast_rows(parts, E4M3, "tensorwise")
+        values, turned = fp8_cast._cast_joined(parts, expected.scale.reciprocal(), E4M3)
+        assert torch.equal(values.float(), expected.values.float())
+        assert torch.equal(turned.float(), transposed(expected).values.float())

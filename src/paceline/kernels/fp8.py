@@ -43,9 +43,9 @@ from paceline.kernels.fp8_cast import (
     cast_both,
     cast_columns,
     cast_rows,
+    cast_weights_both,
     gradient_dtype,
     product,
-    transposed,
 )
 
 
@@ -69,11 +69,7 @@ def why_not_fp8(weights: Sequence[Tensor]) -> str | None:
 
 def cast_weights(weights: Sequence[Tensor], scaling: Scaling, kernel: CastKernel = "torch") -> CachedWeight:
     """What `fp8_linears` multiplies by, to be made once for each change of the weights."""
-    parts = [weight.detach() for weight in weights]
-    if len(parts) == 1:
-        return CachedWeight(*cast_both(parts[0], E4M3, scaling, kernel))
-    rows = cast_rows(parts, E4M3, scaling)
-    return CachedWeight(rows, transposed(rows) if scaling == "tensorwise" else cast_columns(parts, E4M3, scaling))
+    return CachedWeight(*cast_weights_both([weight.detach() for weight in weights], scaling, kernel))
 
 
 def fp8_linears(

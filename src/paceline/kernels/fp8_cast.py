@@ -107,12 +107,36 @@ def cast_both(x_RC: Tensor, dtype: torch.dtype, scaling: Scaling, kernel: CastKe
 def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """fp8 [R, C] and [C, R filled up to a `MULTIPLE`]: ``x * factor``, as it lies and turned. One kernel on GPUs."""
     if x_RC.is_cuda:
-        from paceline.kernels import fp8_triton
-
-        x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
-        return fp8_triton.cast_transpose(x_RC, factor, dtype, multiple=MULTIPLE)
+        return _cast_joined([x_RC], factor, dtype)
     values = _cast(x_RC, factor, dtype)
     return values, _transposed_values(values)
+
+
+def cast_weights_both(parts: Sequence[Tensor], scaling: Scaling, kernel: CastKernel) -> tuple[Fp8, Fp8]:
+    """(`cast_rows`, `cast_columns`) of matrices, one under the other, in e4m3. Not for compiled code."""
+    if scaling == "tensorwise" and kernel == "triton" and parts[0].is_cuda:
+        factor = multiplier(_largest_of_all(parts), E4M3)
+        values, turned = _cast_joined(parts, factor, E4M3)
+        return Fp8(values, factor.reciprocal()), Fp8(turned, factor.reciprocal())
+    rows = cast_rows(parts, E4M3, scaling)
+    return rows, transposed(rows) if scaling == "tensorwise" else cast_columns(parts, E4M3, scaling)
+
+
+def _cast_joined(parts: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    from paceline.kernels import fp8_triton
+
+    rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+    values_RC = parts[0].new_empty(rows, columns, dtype=dtype)
+    turned_CP = parts[0].new_empty(columns, rows + -rows % MULTIPLE, dtype=dtype)
+    start = 0
+    for index, part in enumerate(parts):
+        end = start + len(part)
+        # the last one fills up what there is beyond the rows
+        filled = end if index < len(parts) - 1 else turned_CP.shape[1]
+        part = part if part.stride(1) == 1 else part.contiguous()
+        fp8_triton.cast_transpose(part, factor, values_RC[start:end], turned_CP[:, start:filled])
+        start = end
+    return values_RC, turned_CP
 
 
 @cast_transpose.register_fake

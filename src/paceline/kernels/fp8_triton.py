@@ -4,12 +4,11 @@ Operations of torch take 2 + 1 for the cast and 1 + 1 for the turn, one after th
 `fp8_cast.cast_rows` and `transposed`, which this equals bit for bit. Imported only where it runs: Triton does not come
 with a CPU build of torch.
 
-Dims: R rows, C columns, P rows filled up to a multiple.
+Dims: R rows, C columns, P rows and what fills them up.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,25 +17,23 @@ _BLOCK_ROWS, _BLOCK_COLUMNS = 64, 64
 """A guess: rows of 64 bytes are two sectors on either side. Not tuned yet."""
 
 
-def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype, *, multiple: int) -> tuple[Tensor, Tensor]:
-    """(``x * factor`` in ``dtype`` [R, C], the same turned [C, P], zero where there is no row).
+def cast_transpose(x_RC: Tensor, factor: Tensor, values_RC: Tensor, turned_CP: Tensor) -> None:
+    """Writes ``x * factor`` in fp8, and the same turned, with zeros where there is no row.
 
     Args:
         x_RC: bf16 or fp32, contiguous along C.
-        factor: fp32 scalar, a power of two that leaves all numbers within ``dtype``.
-        multiple: of what P is to be one.
+        factor: fp32 scalar, a power of two that leaves all numbers within fp8's range.
+        values_RC: contiguous, or rows of a larger matrix.
+        turned_CP: P at least R; contiguous along P, or columns of a larger matrix.
     """
-    rows, columns = x_RC.shape
-    assert x_RC.stride(1) == 1, f"strides {x_RC.stride()}"
-    padded = rows + -rows % multiple
-    values_RC = torch.empty(rows, columns, dtype=dtype, device=x_RC.device)
-    turned_CP = torch.empty(columns, padded, dtype=dtype, device=x_RC.device)
+    (rows, columns), padded = x_RC.shape, turned_CP.shape[1]
+    assert x_RC.stride(1) == values_RC.stride(1) == turned_CP.stride(1) == 1, "each is contiguous along its rows"
     # tiles of columns first: neighbouring programs then read neighbouring addresses
     grid = (triton.cdiv(columns, _BLOCK_COLUMNS), triton.cdiv(padded, _BLOCK_ROWS))
+    strides = (x_RC.stride(0), values_RC.stride(0), turned_CP.stride(0))
     _cast_transpose_kernel[grid](
-        x_RC, factor, values_RC, turned_CP, rows, columns, padded, x_RC.stride(0), _BLOCK_ROWS, _BLOCK_COLUMNS
+        x_RC, factor, values_RC, turned_CP, rows, columns, padded, *strides, _BLOCK_ROWS, _BLOCK_COLUMNS
     )
-    return values_RC, turned_CP
 
 
 @triton.jit
@@ -49,6 +46,8 @@ def _cast_transpose_kernel(  # type: ignore[no-untyped-def]
     columns,
     padded,
     x_stride,
+    values_stride,
+    turned_stride,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -57,7 +56,7 @@ def _cast_transpose_kernel(  # type: ignore[no-untyped-def]
     inside_RC = (row_R < rows)[:, None] & (column_C < columns)[None, :]
     x_RC = tl.load(x + row_R[:, None] * x_stride + column_C[None, :], mask=inside_RC, other=0.0)
     cast_RC = (x_RC.to(tl.float32) * tl.load(factor)).to(values.dtype.element_ty, fp_downcast_rounding="rtne")
-    tl.store(values + row_R[:, None] * columns + column_C[None, :], cast_RC, mask=inside_RC)
+    tl.store(values + row_R[:, None] * values_stride + column_C[None, :], cast_RC, mask=inside_RC)
     turned_CR = tl.trans(cast_RC)
     inside_CR = (column_C < columns)[:, None] & (row_R < padded)[None, :]
-    tl.store(turned + column_C[:, None] * padded + row_R[None, :], turned_CR, mask=inside_CR)
+    tl.store(turned + column_C[:, None] * turned_stride + row_R[None, :], turned_CR, mask=inside_CR)
