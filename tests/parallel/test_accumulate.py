@@ -327,6 +327,37 @@ def test_micro_batches_may_be_in_flight_together() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_two_micro_batches_add_up(compiled: bool, sums: torch.dtype) -> None:
+    """Against float64 products of the same bf16 operands; what a compiled backward rounds to bf16 is not the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = _Half().to("cuda", torch.bfloat16)
+    wide = _Half().to("cuda", torch.float64)
+    wide.load_state_dict({name: value.double() for name, value in block.state_dict().items()})
+    accumulate_products([block])
+    layers = [layer for layer in block.children() if isinstance(layer, AccumulatingLinear)]
+    places = [
+        Place(gradient=torch.full_like(layer.weight, 7.0, dtype=sums), fresh=torch.ones((), dtype=torch.bool))
+        for layer in layers
+    ]
+    announce_products(
+        block,
+        [Target(layer=layer, place=place, arrived=lambda: None) for layer, place in zip(layers, places, strict=True)],
+    )
+    if compiled:
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+    for _ in range(2):
+        x = torch.randn(4, 64, 8, device="cuda", dtype=torch.bfloat16)
+        block(x.clone().requires_grad_()).float().square().sum().backward()
+        wide(x.double()).square().sum().backward()
+    for layer, place, expected in zip(layers, places, (wide.up.weight.grad, wide.down.weight.grad), strict=True):
+        assert expected is not None and layer.weight.grad is None and not place.fresh
+        assert float((place.gradient.double() - expected).norm() / expected.norm()) < 2e-2
+
+
 def test_layers_with_products_of_their_own_are_left_alone() -> None:
     class Own(nn.Linear):
         pass
