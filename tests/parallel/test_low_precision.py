@@ -51,9 +51,11 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _model(options: Fp8Options | None = None, device: str = "cpu", **shape: Any) -> Transformer:
+def _model(
+    options: Fp8Options | None = None, device: str = "cpu", weights: Fp8Weights | None = None, **shape: Any
+) -> Transformer:
     model = plain(tiny_config(**(WIDE | shape))).bfloat16().to(device)
-    use_fp8(model, options or Fp8Options(), Fp8Weights(), cached=True)
+    use_fp8(model, options or Fp8Options(), weights or Fp8Weights(), cached=True)
     return model
 
 
@@ -169,12 +171,15 @@ def test_one_graph_serves_all_layers(mode: Any, options: Fp8Options) -> None:
         graphs.append(graph)
         return traced(graph, inputs)
 
-    expected, model = _gradients(_model(num_layers=4)), _model(options, num_layers=4)
+    weights = Fp8Weights()
+    expected, model = _gradients(_model(num_layers=4)), _model(options, weights=weights, num_layers=4)
     recompute(list(model.blocks.values()), mode)
     compile_blocks(list(model.blocks.values()), backend=backend)  # type: ignore[arg-type]
     found = _gradients(model)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-    assert len(graphs) == 1
+    weights.expire()
+    _gradients(model)
+    assert len(graphs) == 1, "weights that are cast anew are no new ones to the compiler"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
