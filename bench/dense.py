@@ -3,7 +3,7 @@
     python bench/dense.py dense                       # the table; what is done is skipped
     python bench/dense.py ladder tune --minutes 8.5   # starts nothing that would not end in time
     python bench/dense.py dense --only 8b_fp8 --again # one entry anew
-    python bench/dense.py dense ladder --tiny         # on CPUs, tiny: whether it runs at all
+    python bench/dense.py dense --tiny --results DIR  # on CPUs, tiny: whether it runs at all
     python bench/dense.py list                        # every entry with its estimate
     python bench/dense.py report                      # the pages alone, from what is there
 
@@ -15,10 +15,11 @@ Compiled kernels are shared between entries. bench/dense.sh calls this.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -26,84 +27,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dense_jobs import CHECKPOINT_STEP, EVALUATION_STEP, PARTS, Job, jobs_of, tiny
-from dense_ladder import ladder_page
-from dense_report import REFERENCE, page
+from dense_report import FIGURES, loss_text, tflops
+from dense_results import OWN, DamagedFileError, Results, rounded
 from layouts import LAST_LINES, LINE, machine
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-LADDER_MARK = "<!-- written by bench/dense.py: the table below is not edited by hand -->"
-
-
-class Results:
-    """dense.json, dense.md and the curves beside them: written anew, in one piece, after every entry."""
-
-    def __init__(self, folder: Path, *, pages: bool) -> None:
-        self.folder, self.path, self.pages = folder, folder / "dense.json", pages
-        folder.mkdir(parents=True, exist_ok=True)
-        empty: dict[str, Any] = {"command": "bench/dense.sh", "entries": {}}
-        self.data = json.loads(self.path.read_text()) if self.path.is_file() else empty
-
-    @property
-    def entries(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = self.data["entries"]
-        return found
-
-    @property
-    def curves(self) -> Path:
-        return self.folder / "dense_curves"
-
-    def is_done(self, job: Job) -> bool:
-        return job.key in self.entries and "failed" not in self.entries[job.key]
-
-    def put(self, job: Job, entry: dict[str, Any], records: Sequence[dict[str, Any]] = ()) -> None:
-        if records:
-            self.curves.mkdir(exist_ok=True)
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            (self.curves / f"{job.name}.jsonl").write_text(lines)
-        self.entries[job.key] = entry
-        self.write()
-
-    def write(self) -> None:
-        text = json.dumps(self.data, indent=1)
-        # a list of numbers takes a line, not one for each number
-        text = re.sub(r"\[[-\d.,e\s]+\]", lambda match: " ".join(match.group().split()), text)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(text + "\n")
-        partial.replace(self.path)
-        (self.folder / "dense.md").write_text("\n".join(self.page()) + "\n")
-        if self.pages:
-            write_ladder(Path("docs/ladder.md"), self.data)
-
-    def page(self) -> list[str]:
-        picture = os.path.relpath(self.picture, self.folder) if self.picture.is_file() else ""
-        return page(self.data, self.read_curves(), picture)
-
-    @property
-    def picture(self) -> Path:
-        return Path("docs/pictures/dense_curves.svg") if self.pages else self.folder / "dense_curves.svg"
-
-    def draw(self) -> None:
-        """The curves, once there is one to hold the others against."""
-        if (self.curves / f"{REFERENCE}.jsonl").is_file():
-            script = "docs/pictures/make_curves_picture.py"
-            subprocess.run([sys.executable, script, str(self.curves), str(self.picture)], check=True)
-
-    def read_curves(self) -> dict[str, list[float]]:
-        found = {}
-        for file in sorted(self.curves.glob("*.jsonl")):
-            found[file.stem] = [json.loads(line)["loss"] for line in file.read_text().splitlines()]
-        return found
-
-
-def write_ladder(path: Path, data: dict[str, Any]) -> None:
-    """Renews what stands below the mark."""
-    above = path.read_text().partition(LADDER_MARK)[0]
-    path.write_text("\n".join([above + LADDER_MARK, "", *ladder_page(data)]) + "\n")
 
 
 class Running:
@@ -157,7 +90,7 @@ class Running:
             entry |= found
             if reason:
                 entry["note"] = f"measured, then {reason}"
-        except (OSError, LookupError, ValueError) as error:
+        except (OSError, LookupError, TypeError, ValueError) as error:
             self.log.seek(0)
             lines = [line[:LINE] for line in self.log.read().splitlines() if line.strip()]
             entry["failed"] = [reason or f"no result: {error!r}", *lines[-LAST_LINES:]]
@@ -208,14 +141,16 @@ def found_in(job: Job, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any
     """What the run left behind: of the entry, and the curve.
 
     Raises:
-        OSError, LookupError, ValueError: it left nothing usable.
+        OSError, LookupError, TypeError, ValueError: it left nothing usable.
     """
     if job.kind == "profile":
-        return {"profile": json.loads((folder / "p.json").read_text())}, []
+        return {"profile": an_object((folder / "p.json").read_text())}, []
     if job.kind == "ceilings":
-        return {"ceilings": json.loads((folder / "ceilings.json").read_text())}, []
+        return {"ceilings": an_object((folder / "ceilings.json").read_text())}, []
     if job.kind == "bench":
-        record = json.loads((folder / "line.jsonl").read_text().splitlines()[-1])
+        record = an_object((folder / "line.jsonl").read_text().splitlines()[-1])
+        if missing := [name for name in FIGURES if name not in record]:
+            raise LookupError(f"no {', '.join(missing)}")
         del record["recipe"]  # recipe and command say it
         return {"bench": record}, []
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -224,11 +159,22 @@ def found_in(job: Job, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any
     if [record["step"] for record in records] != list(range(1, wanted_steps(job) + 1)):
         raise ValueError(f"{len(records)} of {wanted_steps(job)} steps")
     curve = [
-        {"step": each["step"], "loss": round(each["loss"], 5), "grad_norm": round(each["grad_norm"], 4)}
+        {"step": each["step"], "loss": rounded(each["loss"], 5), "grad_norm": rounded(each["grad_norm"], 4)}
         for each in records
     ]
     speed = statistics.median(record["tokens_per_second_per_gpu"] for record in records[1:])
     return {"curve": {"steps": len(curve), "tokens_per_second_per_gpu": speed}}, curve
+
+
+def an_object(text: str) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: other JSON, or none.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"not an object: {text[:40]}")
+    return found
 
 
 def wanted_steps(job: Job) -> int:
@@ -239,7 +185,7 @@ def train_figures(run: Path, records: Sequence[dict[str, Any]], *, wanted: int) 
     """Seconds of the steps of a `paceline train`, each by its number, and what its evaluation and checkpoint cost.
 
     Raises:
-        OSError, LookupError, ValueError: the run did not get that far.
+        OSError, LookupError, TypeError, ValueError: the run did not get that far.
     """
     seconds = json.loads((run / "step_seconds.json").read_text())
     if len(seconds) != wanted - 1:
@@ -276,27 +222,47 @@ def run(jobs: Sequence[Job], results: Results, options: argparse.Namespace, gpus
     waiting = list(jobs)
     running: dict[Running, set[str]] = {}
     free = {str(index) for index in range(max(gpus, 2 if options.tiny else 1))}
-    # a call that is asked to end leaves nothing on the GPUs
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with ending_on_signals():
+        try:
+            while waiting or running:
+                for each in list(running):
+                    if (done := each.poll()) is not None:
+                        free |= running.pop(each)
+                        results.put(each.job, *done)
+                        tell(each.job, done[0])
+                while waiting and (wanted := needed(waiting[0], free, alone=not running)) is not None:
+                    job = waiting.pop(0)
+                    if time.monotonic() + job.estimate > end:
+                        print(f"{job.key}: left for the next call, {job.estimate:.0f} s would not fit", flush=True)
+                        continue
+                    gpu = "" if options.tiny else ",".join(sorted(wanted)[: job.processes])
+                    free -= wanted
+                    running[Running(job, options.work, gpu, is_tiny=options.tiny)] = wanted
+                time.sleep(0.2)
+        finally:
+            for each in running:
+                each.stop()
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal's SIGHUP end the call by `SystemExit`, so that nothing is left on the GPUs."""
+
+    def end(number: int, frame: object) -> None:
+        # a terminal that closes sends more than one: the next must not cut off the stopping of jobs
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        while waiting or running:
-            for each in list(running):
-                if (done := each.poll()) is not None:
-                    free |= running.pop(each)
-                    results.put(each.job, *done)
-                    tell(each.job, done[0])
-            while waiting and (wanted := needed(waiting[0], free, alone=not running)) is not None:
-                job = waiting.pop(0)
-                if time.monotonic() + job.estimate > end:
-                    print(f"{job.key}: left for the next call, {job.estimate:.0f} s would not fit", flush=True)
-                    continue
-                gpu = "" if options.tiny else ",".join(sorted(wanted)[: job.processes])
-                free -= wanted
-                running[Running(job, options.work, gpu, is_tiny=options.tiny)] = wanted
-            time.sleep(0.2)
+        for each, handler in before.items():
+            if handler != signal.SIG_IGN:  # nohup
+                signal.signal(each, end)
+        yield
     finally:
-        for each in running:
-            each.stop()
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def needed(job: Job, free: set[str], *, alone: bool) -> set[str] | None:
@@ -313,14 +279,15 @@ def tell(job: Job, entry: dict[str, Any]) -> None:
         bench = entry["bench"]
         said = (
             f"{bench['step_seconds']:.3f} s a step, {bench['tokens_per_second_per_gpu']:,.0f} tokens/s, "
-            f"{bench['tflops_per_gpu']:.0f} TFLOP/s = {bench['fraction_of_gemm']:.3f} of "
-            f"{bench['sustained_gemm_tflops']:.0f}, {bench['peak_memory_gib']:.1f} GiB, loss {bench['loss']}"
+            f"{tflops(bench['tflops_per_gpu'])} TFLOP/s = {bench['fraction_of_gemm']:.3f} of "
+            f"{tflops(bench['sustained_gemm_tflops'])}, {bench['peak_memory_gib']:.1f} GiB, "
+            f"loss {loss_text(bench['loss'])}"
         )
     elif "train" in entry:
-        said = f"{entry['train']['step_seconds']:.3f} s a step, loss {entry['train']['loss']}"
+        said = f"{entry['train']['step_seconds']:.3f} s a step, loss {loss_text(entry['train']['loss'])}"
     elif "ceilings" in entry:
         models = entry["ceilings"]["models"]
-        said = ", ".join(f"{name} {found.get('ceiling_tflops', 0):.0f} TFLOP/s" for name, found in models.items())
+        said = ", ".join(f"{name} {tflops(found.get('ceiling_tflops', 0))} TFLOP/s" for name, found in models.items())
     elif "profile" in entry:
         said = f"{entry['profile']['wall_ms']:.0f} ms, idle {entry['profile']['idle_ms']:.0f}"
     else:
@@ -335,14 +302,31 @@ def chosen(options: argparse.Namespace) -> list[Job]:
     return [tiny(job) for job in found] if options.tiny else found
 
 
+def unknown_names(options: argparse.Namespace) -> str:
+    """What is wrong with --only, for the user; "" if nothing is."""
+    known = {part: [job.name for job in jobs_of(part)] for part in PARTS}
+    names = list(dict.fromkeys(name for part in options.parts for name in known.get(part, ())))
+    said = []
+    for name in options.only:
+        if name not in names:
+            elsewhere = [part for part in PARTS if name in known[part]]
+            near = difflib.get_close_matches(name, names, cutoff=0.4) or names
+            said.append(
+                f"--only {name}: no such entry in {' '.join(options.parts)}"
+                + (f", but in {', '.join(elsewhere)}" if elsewhere else "")
+                + (f"; near it: {', '.join(near)}" if near else "")
+            )
+    return "; ".join(said)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=(*PARTS, "report", "list"))
     parser.add_argument("--minutes", type=float, default=math.inf, help="start nothing that would not end by then")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these entries alone")
     parser.add_argument("--again", action="store_true", help="also what is done")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs")
-    parser.add_argument("--results", type=Path, default=Path("docs/measured"), help="folder of dense.{json,md}")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs; needs --results of its own")
+    parser.add_argument("--results", type=Path, help=f"folder of dense.{{json,md}}, {OWN} without it")
     parser.add_argument("--work", type=Path, default=Path("runs/dense"), help="logs and run folders")
     options = parser.parse_args()
     if "list" in options.parts:
@@ -350,9 +334,23 @@ def main() -> None:
             for job in jobs_of(part):
                 print(f"{job.key:24} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
         return
-    # docs/ladder.md belongs to the project's own results alone
-    results = Results(options.results, pages=options.results == Path("docs/measured"))
-    jobs = chosen(options)
+    if problem := unknown_names(options):
+        parser.error(problem)
+    if options.tiny and (options.results is None or options.results.resolve() == OWN.resolve()):
+        parser.error(f"--tiny: its figures mean nothing and do not go to {OWN}: add --results with another folder")
+    try:
+        results = Results(options.results or OWN)
+        jobs = chosen(options)
+        if jobs and results.entries and results.are_tiny != options.tiny:
+            held = "of --tiny" if results.are_tiny else "without --tiny"
+            parser.error(f"{results.path} holds results {held}: choose another --results, or move it away")
+        measure(jobs, results, options)
+    except DamagedFileError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def measure(jobs: Sequence[Job], results: Results, options: argparse.Namespace) -> None:
+    """What is to be done, and the pages; without jobs the pages alone."""
     if jobs:
         found, gpus = machine()
         results.data |= {"tiny": options.tiny, **found}

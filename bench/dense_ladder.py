@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dense_jobs import BESIDE, NAIVE, RUNGS, change_of
+from dense_report import tflops
 
 NOT_YET = "not measured yet"
 
@@ -53,7 +54,7 @@ def _rows(entries: dict[str, Any]) -> Iterator[str]:
             bought = _bought(bench, below)
             loss = "" if bench["loss"] is None else f"{bench['loss']:.3f}"
             yield (
-                f"{start} {bench['tokens_per_second_per_gpu']:,.0f} | {bench['tflops_per_gpu']:.0f} "
+                f"{start} {bench['tokens_per_second_per_gpu']:,.0f} | {tflops(bench['tflops_per_gpu'])} "
                 f"| {bench['fraction_of_gemm']:.3f} | {bench['peak_memory_gib']:.1f} | {loss} | {bought} |"
             )
         below = bench

@@ -7,13 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from layouts_report import gap, running_mean
-
 Entries: TypeAlias = dict[str, dict[str, Any]]
-Curves: TypeAlias = Mapping[str, Sequence[float]]
+Curve: TypeAlias = Sequence[float | None]
+"""The loss of each step; None of one that was skipped."""
+Curves: TypeAlias = Mapping[str, Curve]
 
 SMOOTH = 20
 """Steps of the running mean of curves."""
+FIGURES = (
+    "step_seconds",
+    "step_seconds_min",
+    "step_seconds_max",
+    "steps",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "fraction_of_gemm",
+    "sustained_gemm_tflops",
+    "peak_memory_gib",
+    "loss",
+    "gradient_reduction",
+)
+"""Of the record of `paceline bench`, what the pages show."""
 REFERENCE, OTHER_SEEDS = "fast", ("seed1", "seed2")
 PEER_MACHINE = "measured on another machine of the kind"
 NAIVE_PEER = 2600.0
@@ -123,15 +137,15 @@ def table(entries: Entries) -> list[str]:
         energy = bench.get("tokens_per_joule")
         lines.append(
             f"| {work.title} | Paceline (`{key}`) | {bench['tokens_per_second_per_gpu']:,.0f} "
-            f"| {bench['tflops_per_gpu']:.0f} "
-            f"| {bench['fraction_of_gemm']:.3f} of {bench['sustained_gemm_tflops']:.0f} "
+            f"| {tflops(bench['tflops_per_gpu'])} "
+            f"| {bench['fraction_of_gemm']:.3f} of {tflops(bench['sustained_gemm_tflops'])} "
             f"| {bench['peak_memory_gib']:.1f} | {'' if energy is None else f'{energy:.2f}'} "
             f"| {bench['step_seconds']:.3f} ({bench['step_seconds_min']:.3f} to {bench['step_seconds_max']:.3f}; "
-            f"{bench['steps']} steps) | {bench['gradient_reduction']} | {_loss(bench['loss'])} | {work.target} |"
+            f"{bench['steps']} steps) | {bench['gradient_reduction']} | {loss_text(bench['loss'])} | {work.target} |"
         )
-        tokens, tflops, gib = work.peer
+        tokens, rate, gib = work.peer
         fraction = "" if work.peer_fraction is None else f"{work.peer_fraction}"
-        lines.append(f"| | {work.peer_name} | {tokens:,.0f} | {tflops:.0f} | {fraction} | {gib:.0f} | | | | | |")
+        lines.append(f"| | {work.peer_name} | {tokens:,.0f} | {rate:.0f} | {fraction} | {gib:.0f} | | | | | |")
     return [*lines, *against_naive(entries)]
 
 
@@ -152,8 +166,13 @@ def against_naive(entries: Entries) -> list[str]:
     ]
 
 
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def loss_text(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
+def tflops(value: float) -> str:
+    """Whole TFLOP/s of a GPU; of a tiny model on a CPU what there is."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def tuned(entries: Entries) -> list[str]:
@@ -167,7 +186,7 @@ def tuned(entries: Entries) -> list[str]:
         bench = entry["bench"]
         lines.append(
             f"| `{key}` ({entry['work']}) | {entry['title']} | {bench['tokens_per_second_per_gpu']:,.0f} "
-            f"| {bench['tflops_per_gpu']:.0f} | {bench['fraction_of_gemm']:.3f} | {bench['peak_memory_gib']:.1f} |"
+            f"| {tflops(bench['tflops_per_gpu'])} | {bench['fraction_of_gemm']:.3f} | {bench['peak_memory_gib']:.1f} |"
         )
     return lines
 
@@ -251,20 +270,26 @@ def numerics(curves: Curves, picture: str) -> list[str]:
     if REFERENCE not in curves:
         return []
     reference = curves[REFERENCE]
+    there = [loss for loss in reference if loss is not None]
+    ends = f"(loss {there[0]:.3f} to {there[-1]:.3f})" if there else "(no step of it has a loss)"
     lines = ["", "## Numerics", ""]
     lines += [
         f"{len(reference)} steps of the demo's text, llama3_1b, 8,192 tokens a step, the same seed and data unless the "
         "row says otherwise; differences of the training loss from bf16 with all fast paths on "
-        f"(loss {reference[0]:.3f} to {reference[-1]:.3f}), nats a token; *smoothed*: of running means over {SMOOTH} "
+        f"{ends}, nats a token; *smoothed*: of running means over {SMOOTH} "
         "steps. The band is the largest difference between any two of the three seeds.",
         "",
         *([f"![loss curves]({picture})", ""] if picture else []),
         *_gap_rows(curves, reference),
     ]
+    skipped = {name: sum(loss is None for loss in curve) for name, curve in curves.items()}
+    if any(skipped.values()):
+        said = ", ".join(f"{name} {number}" for name, number in skipped.items() if number)
+        lines += ["", f"Steps skipped because something was not finite, left out of every difference: {said}."]
     return lines
 
 
-def _gap_rows(curves: Curves, reference: Sequence[float]) -> Iterator[str]:
+def _gap_rows(curves: Curves, reference: Curve) -> Iterator[str]:
     yield "| run | largest, smoothed | mean | last, smoothed | of the seeds' band (smoothed) |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     band = seeds_band(curves)
@@ -274,25 +299,36 @@ def _gap_rows(curves: Curves, reference: Sequence[float]) -> Iterator[str]:
     for name, title in (("off", "bf16, all fast paths off"), ("fp8", "fp8")):
         if name not in curves or len(curves[name]) != len(reference):
             continue
-        smooth = difference(curves[name], reference)
-        mean = gap(curves[name], reference).mean
+        if not (smooth := difference(curves[name], reference)):
+            yield f"| {title} | no step with a loss in both | | | |"
+            continue
+        each = [abs(value) for value in _by_step(curves[name], reference) if value is not None]
         largest = max(map(abs, smooth))
         share = "" if not band else f"{largest / band:.2f}"
-        yield f"| {title} | {largest:.4f} | {mean:.4f} | {smooth[-1]:+.4f} | {share} |"
+        yield f"| {title} | {largest:.4f} | {sum(each) / len(each):.4f} | {smooth[-1]:+.4f} | {share} |"
 
 
-def difference(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Of the running means, from the first whole window on."""
-    pairs = zip(running_mean(losses, SMOOTH), running_mean(reference, SMOOTH), strict=True)
-    return [one - other for one, other in pairs]
+def difference(losses: Curve, reference: Curve) -> list[float]:
+    """Running means of the difference, from the first whole window on; over the steps that both have.
+
+    A window without such a step is left out.
+    """
+    each = _by_step(losses, reference)
+    window = min(SMOOTH, len(each))
+    windows = ([x for x in each[end - window : end] if x is not None] for end in range(window, len(each) + 1))
+    return [sum(there) / len(there) for there in windows if there]
+
+
+def _by_step(losses: Curve, reference: Curve) -> list[float | None]:
+    pairs = zip(losses, reference, strict=True)
+    return [None if one is None or other is None else one - other for one, other in pairs]
 
 
 def seeds_band(curves: Curves) -> float | None:
-    """The largest smoothed difference between any two seeds; None with fewer than two."""
+    """The largest smoothed difference between any two seeds; None with fewer than two, or without a step in common."""
     seeds = [curves[name] for name in (REFERENCE, *OTHER_SEEDS) if name in curves]
-    if len(seeds) < 2:
-        return None
-    return max(max(map(abs, difference(one, other))) for one, other in itertools.combinations(seeds, 2))
+    differences = itertools.chain.from_iterable(difference(*pair) for pair in itertools.combinations(seeds, 2))
+    return max(map(abs, differences), default=None)
 
 
 # ---- where the time goes
@@ -330,12 +366,12 @@ def ceilings(entries: Entries) -> list[str]:
     ]
     for name, found in models.items():
         attention = ", ".join(
-            f"{kernel} {each['forward_tflops']:.0f} / {each['kernel_tflops']:.0f}"
+            f"{kernel} {tflops(each['forward_tflops'])} / {tflops(each['kernel_tflops'])}"
             for kernel, each in found["attention"].items()
         )
         work = sum(each["tflops"] * each["ms"] * each["number"] for each in found["linears"])
-        together = f"{found['ceiling_tflops']:.0f}" if "ceiling_tflops" in found else ""
-        lines.append(f"| {name} | {attention} | {work / found['linears_ms']:.0f} | {together} |")
+        together = tflops(found["ceiling_tflops"]) if "ceiling_tflops" in found else ""
+        lines.append(f"| {name} | {attention} | {tflops(work / found['linears_ms'])} | {together} |")
     return lines
 
 

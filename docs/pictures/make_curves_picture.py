@@ -3,13 +3,15 @@
     python docs/pictures/make_curves_picture.py docs/measured/dense_curves docs/pictures/dense_curves.svg
 
 Left: running means of the training loss. Right: how far each run is from bf16 with all fast paths on; the shaded band
-is the largest difference between any two seeds so far. Legible on white and on black, like `make_run_picture.py`.
+is the largest difference between any two seeds so far. Steps that were skipped have no loss and are left out. Legible
+on white and on black, like `make_run_picture.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import TypeAlias
 
 from make_run_picture import WIDTH, Panel
 
-Curves: TypeAlias = Mapping[str, Sequence[float]]
+Curve: TypeAlias = Sequence[float | None]
+"""The loss of each step; None of one that was skipped."""
+Curves: TypeAlias = Mapping[str, Curve]
 
 HEIGHT = 320
 SMOOTH = 20
@@ -39,38 +43,45 @@ STYLE = """
 """
 
 
-def smoothed(values: Sequence[float], window: int = SMOOTH) -> list[tuple[float, float]]:
-    """(step, mean of the ``window`` steps up to it)"""
+def smoothed(values: Curve, window: int = SMOOTH) -> list[tuple[float, float]]:
+    """(step, mean of the losses in the ``window`` steps up to it); no point where there is none."""
     window = min(window, len(values))
-    return [(end, sum(values[end - window : end]) / window) for end in range(window, len(values) + 1)]
+    windows = {end: values[end - window : end] for end in range(window, len(values) + 1)}
+    found = ((end, [value for value in each if value is not None]) for end, each in windows.items())
+    return [(end, sum(there) / len(there)) for end, there in found if there]
 
 
-def distance(curve: Sequence[float], other: Sequence[float]) -> list[tuple[float, float]]:
-    pairs = zip(smoothed(curve), smoothed(other), strict=True)
-    return [(step, one - two) for (step, one), (_, two) in pairs]
+def distance(curve: Curve, other: Curve) -> list[tuple[float, float]]:
+    """Running means over the steps that both have."""
+    pairs = zip(curve, other, strict=True)
+    return smoothed([None if one is None or two is None else one - two for one, two in pairs])
 
 
 def band(curves: Curves) -> list[tuple[float, float]]:
     """(step, largest distance between any two seeds up to it); empty with fewer than two."""
     seeds = [curves[name] for name in (REFERENCE, *SEEDS) if name in curves]
-    pairs = [distance(one, other) for one, other in itertools.combinations(seeds, 2)]
-    if not pairs:
-        return []
-    each = [(points[0][0], max(abs(value) for _, value in points)) for points in zip(*pairs, strict=True)]
-    highest = itertools.accumulate((value for _, value in each), max)
-    return list(zip((step for step, _ in each), highest, strict=True))
+    widest: dict[float, float] = {}
+    for one, other in itertools.combinations(seeds, 2):
+        for step, value in distance(one, other):
+            widest[step] = max(widest.get(step, 0.0), abs(value))
+    steps = sorted(widest)
+    return list(zip(steps, itertools.accumulate((widest[step] for step in steps), max), strict=True))
 
 
 def draw(curves: Curves) -> str:
     """The SVG's text. Curves of another length than the reference are left out."""
     length = len(curves[REFERENCE])
     curves = {name: curves[name] for name in TITLES if len(curves.get(name, ())) == length}
-    lines = {name: smoothed(values) for name, values in curves.items()}
-    lowest = min(value for points in lines.values() for _, value in points)
-    highest = max(value for points in lines.values() for _, value in points)
+    lines = {name: points for name, values in curves.items() if (points := smoothed(values))}
+    lowest = min((value for points in lines.values() for _, value in points), default=0.0)
+    highest = max((value for points in lines.values() for _, value in points), default=0.0)
     loss_panel = Panel(left=60, x_max=length, y_min=lowest - 0.1, y_max=highest + 0.1)
     shade = band(curves)
-    distances = {name: distance(curves[name], curves[REFERENCE]) for name in ("off", "fp8") if name in curves}
+    distances = {
+        name: points
+        for name in ("off", "fp8")
+        if name in curves and (points := distance(curves[name], curves[REFERENCE]))
+    }
     reach = 1.1 * max([abs(value) for points in (shade, *distances.values()) for _, value in points] or [0.0]) or 1.0
     gap_panel = Panel(left=490, x_max=length, y_min=-reach, y_max=reach)
     parts = [
@@ -100,11 +111,16 @@ def legend(curves: Curves) -> list[str]:
     return parts
 
 
-def read_curves(folder: Path) -> dict[str, list[float]]:
+def read_curves(folder: Path) -> dict[str, list[float | None]]:
     return {
-        file.stem: [json.loads(line)["loss"] for line in file.read_text(encoding="utf-8").splitlines()]
+        file.stem: [loss_of(line) for line in file.read_text(encoding="utf-8").splitlines()]
         for file in sorted(folder.glob("*.jsonl"))
     }
+
+
+def loss_of(line: str) -> float | None:
+    loss: float | None = json.loads(line)["loss"]
+    return None if loss is None or not math.isfinite(loss) else loss
 
 
 def main(folder: Path, target: Path) -> None:

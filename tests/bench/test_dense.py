@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +27,7 @@ import dense  # noqa: E402
 import dense_jobs  # noqa: E402
 import dense_ladder  # noqa: E402
 import dense_report  # noqa: E402
+import dense_results  # noqa: E402
 from dense_jobs import Job  # noqa: E402
 
 CARD_BYTES = 141e9
@@ -219,6 +224,202 @@ def test_ceilings_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "| llama3_8b | cpu " in (tmp_path / "dense.md").read_text()
 
 
+# ---- what goes wrong
+
+
+def curve_job(name: str = "fast") -> Job:
+    return next(dense_jobs.tiny(job) for job in dense_jobs.jobs_of("curves") if job.name == name)
+
+
+def test_a_skipped_step_stays_in_its_curve_without_a_loss(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    losses = ["9.123456", "null", "NaN", "9.0", "8.5", "8.0"]
+    lines = [
+        f'{{"step": {step}, "loss": {loss}, "grad_norm": {loss}, "tokens_per_second_per_gpu": 5.0}}\n'
+        for step, loss in enumerate(losses, start=1)
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
+    entry, curve = dense.found_in(curve_job(), tmp_path)
+    assert entry["curve"]["steps"] == 6
+    assert [each["loss"] for each in curve] == [9.12346, None, None, 9.0, 8.5, 8.0]
+    assert curve[1] == {"step": 2, "loss": None, "grad_norm": None}
+    results = dense_results.Results(tmp_path / "results")
+    results.put(curve_job(), {"title": "", "kind": "curve", "work": "", **entry}, curve)
+    assert dense_results.Results(tmp_path / "results").read_curves() == {"fast": [9.12346, None, None, 9.0, 8.5, 8.0]}
+    results.draw()
+    assert results.picture.read_text().count("<polyline") == 1
+
+
+@pytest.mark.parametrize("line", ["[]", "null", "{}", '{"recipe": {}}', ""])
+def test_a_record_of_another_shape_marks_the_entry_failed(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Scripted(monkeypatch, tmp_path)
+    bench.scripts["naive"] = f"import sys; open(sys.argv[1] + '/line.jsonl', 'w').write({line!r}); print('said')"
+    entry = bench.run("ladder", "--only", "naive", "2_loss")["entries"]
+    assert entry["ladder/naive"]["failed"][0].startswith("no result: ") and "bench" in entry["ladder/2_loss"]
+
+
+def test_a_curve_s_line_of_another_shape_marks_the_entry_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Scripted(monkeypatch, tmp_path)
+    bench.scripts["fast"] = "import os, sys; os.chdir(sys.argv[1]); os.mkdir('run'); open('run/metrics.jsonl', 'w')" + (
+        ".write('null\\n')"
+    )
+    entry = bench.run("curves", "--only", "fast")["entries"]["curves/fast"]
+    assert "TypeError" in entry["failed"][0]
+
+
+def test_tiny_results_and_real_ones_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = Scripted(monkeypatch, tmp_path)
+    bench.run("ladder", "--only", "naive")
+    path = tmp_path / "results" / "dense.json"
+    before = path.read_text()
+    assert refused(monkeypatch, "ladder", "--results", str(path.parent)) == 2
+    assert f"{path} holds results of --tiny" in capsys.readouterr().err
+    assert path.read_text() == before
+    path.write_text(before.replace('"tiny": true', '"tiny": false'))
+    assert refused(monkeypatch, "ladder", "--tiny", "--results", str(path.parent)) == 2
+    assert "holds results without --tiny" in capsys.readouterr().err
+    for own in ([], ["--results", "docs/measured"]):
+        assert refused(monkeypatch, "ladder", "--tiny", *own) == 2
+        assert "add --results with another folder" in capsys.readouterr().err
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """The exit code of a call that must not measure anything."""
+    monkeypatch.setattr(dense, "run", None)
+    monkeypatch.setattr(sys, "argv", ["dense.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        dense.main()
+    return stopped.value.code
+
+
+def test_a_mistyped_name_is_refused_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(monkeypatch, "dense", "--only", "8b_bf61", "8b_fused") == 2
+    said = capsys.readouterr().err
+    assert "--only 8b_bf61: no such entry in dense; near it: 8b_bf16" in said and "naive" not in said
+    assert "--only 8b_fused: no such entry in dense, but in tune" in said
+    assert refused(monkeypatch, "ceilings", "--only", "xyz") == 2
+    assert "near it: models" in capsys.readouterr().err
+
+
+FINE = {"title": "a", "work": "", "failed": ["exit code 1"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"entries": []}',
+        '{"entries": {"dense/8b_bf16": {"title": "a", "ben',
+        json.dumps({"entries": {"x": FINE | {"failed": []}}}),
+        json.dumps({"entries": {"x": {"failed": ["exit code 1"]}}}),
+        json.dumps({"entries": {"x": {"title": "a"}}}),
+        json.dumps({"entries": {"x": {"title": "a", "bench": []}}}),
+        json.dumps({"entries": {"tune/x": {"title": "a", "work": "8b_bf16", "bench": {}}}}),
+    ],
+)
+def test_a_damaged_file_of_results_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "dense.json"
+    path.write_text(text)
+    assert refused(monkeypatch, "report", "--results", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"dense.py: {path}: ") and "Move it away" in said and "version control" in said
+    assert path.read_text() == text and sorted(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["", '{"step": 1, "loss": 9.5}\n{"step": 2, "lo', "[]\n", '{"step": 1}\n'])
+def test_a_damaged_curve_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "dense_curves" / "off.jsonl"
+    path.parent.mkdir()
+    path.write_text(text)
+    assert refused(monkeypatch, "curves", "--results", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"dense.py: {path}: ") and "bench/dense.sh curves --only off --again" in said
+
+
+def test_a_write_that_is_cut_off_leaves_the_old_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = dense_results.Results(tmp_path)
+    entry = {"title": "", "kind": "curve", "work": "", "curve": {"steps": 1}}
+    results.put(curve_job(), entry, [{"step": 1, "loss": 9.0}])
+
+    def cut_off(self: Path, text: str, **_: Any) -> int:
+        with self.open("w") as file:
+            file.write(text[:5])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    with pytest.raises(OSError, match="no space"):
+        results.put(curve_job(), entry, [{"step": 1, "loss": 8.0}])
+    assert dense_results.Results(tmp_path).read_curves() == {"fast": [9.0]}
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_call_that_is_asked_to_end_stops_its_jobs(number: signal.Signals, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    sleeping = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    call = f"""
+import sys; sys.path.insert(0, "bench")
+import dense
+dense.command_of = lambda job, folder: ["-c", {sleeping!r}]
+dense.machine = lambda: ({{}}, 0)
+dense.main()
+"""
+    arguments = ["ladder", "--only", "naive", "--tiny", "--results", str(tmp_path), "--work", str(tmp_path / "work")]
+    # as a terminal does, also where whatever runs the tests ignores it
+    hang_up = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
+    with subprocess.Popen([sys.executable, "-c", call, *arguments], preexec_fn=hang_up) as process:
+        try:
+            end = time.monotonic() + 60
+            while not (pid_file.is_file() and pid_file.read_text()) and time.monotonic() < end:
+                time.sleep(0.05)
+            process.send_signal(number)
+            process.send_signal(number)
+            assert process.wait(timeout=30) == 128 + number
+        finally:
+            process.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As under nohup; and the handlers of before are there again afterwards."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        with dense.ending_on_signals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != terminate
+        assert signal.getsignal(signal.SIGTERM) == terminate
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_small_figures_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    job = dense_jobs.ladder_jobs()[0]
+    small = record(tflops_per_gpu=0.000412, sustained_gemm_tflops=0.02761, fraction_of_gemm=0.0149, loss=6.238412)
+    dense.tell(job, {"bench": small, "seconds": 7.0})
+    assert "0.00041 TFLOP/s = 0.015 of 0.028, 100.0 GiB, loss 6.2384 (7 s)" in capsys.readouterr().out
+    dense.tell(job, {"bench": record(tflops_per_gpu=557.3, loss=None), "seconds": 7.0})
+    assert "557 TFLOP/s = 0.500 of 660, 100.0 GiB, loss none" in capsys.readouterr().out
+    page = "\n".join(
+        dense_ladder.ladder_page({"entries": {"ladder/naive": bench_entry("", 1.0, tflops_per_gpu=0.0004)}})
+    )
+    assert "| 0.0004 | 0.500 |" in page
+
+
 def test_figures_of_a_training_run(tmp_path: Path) -> None:
     seconds = [9.0, 5.0, 4.0] + [1.0] * 18  # of steps 2 to 22
     seconds[10 - 2], seconds[12 - 2] = 1.5, 1.75
@@ -300,7 +501,7 @@ def test_the_ladder_s_page_is_up_to_date(tmp_path: Path) -> None:
     page, results = Path("docs/ladder.md"), Path("docs/measured/dense.json")
     copy = tmp_path / "ladder.md"
     copy.write_text(page.read_text())
-    dense.write_ladder(copy, json.loads(results.read_text()) if results.is_file() else {"entries": {}})
+    dense_results.write_ladder(copy, json.loads(results.read_text()) if results.is_file() else {"entries": {}})
     assert copy.read_text() == page.read_text(), "run `bench/dense.sh report`"
 
 
@@ -321,6 +522,25 @@ def test_curves_against_the_band_of_seeds() -> None:
     drawn = picture.draw(curves)
     assert drawn.count("<polyline") == 5 and drawn.count('class="band"') == 1
     assert picture.draw({"fast": base}).count("<polyline") == 1
+
+
+def test_skipped_steps_are_left_out_of_differences() -> None:
+    base: list[float | None] = [5.0 - 0.01 * step for step in range(50)]
+    off = [None if step in (7, 30) else loss + 0.03 for step, loss in enumerate(base) if loss is not None]
+    never: list[float | None] = [None] * 50
+    curves = {"fast": [None, *base[1:]], "off": off, "seed1": base, "seed2": off, "fp8": never}
+    assert dense_report.seeds_band(curves) == pytest.approx(0.03)
+    text = "\n".join(dense_report.page({"command": "x", "entries": {}}, curves))
+    assert "(loss 4.990 to 4.510)" in text and "left out of every difference: fast 1, off 2, seed2 2, fp8 50." in text
+    assert "| bf16, all fast paths off | 0.0300 | 0.0300 | +0.0300 | 1.00 |" in text
+    assert "| fp8 | no step with a loss in both |" in text
+    picture = _picture()
+    assert picture.band(curves)[-1] == (50, pytest.approx(0.03))
+    assert picture.draw(curves).count("<polyline") == 5
+    # a reference without any loss is no reason to fail
+    assert picture.draw({"fast": never}).count("<polyline") == 0
+    assert "no step of it has a loss" in "\n".join(dense_report.numerics({"fast": never, "off": off}, ""))
+    assert picture.loss_of('{"loss": NaN}') is None and picture.loss_of('{"loss": 2.5}') == 2.5
 
 
 def _picture() -> Any:
