@@ -56,14 +56,21 @@ class _Pool:
     ) -> list[Any]:
         # a worker keeps its rank: torch remembers meshes by their ranks, with this process's place in them
         for rank in range(world_size):
+            if rank in self.workers and not self.workers[rank].process.is_alive():
+                self._stop([rank])
             if rank not in self.workers:
                 self.workers[rank] = _Worker()
         team = [self.workers[rank] for rank in range(world_size)]
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
-            for rank, worker in enumerate(team):
-                _send(worker.connection, (func, rank, world_size, store, args, timeout_seconds))
-            results, failure = self._collect(team, timeout_seconds)
+            try:
+                for rank, worker in enumerate(team):
+                    _send(worker.connection, (func, rank, world_size, store, args, timeout_seconds))
+                results, failure = self._collect(team, timeout_seconds)
+            except BaseException:
+                # answers that nobody has read would be taken for those of the next test
+                self._stop(range(world_size))
+                raise
         if failure:
             self._stop(range(world_size))
             raise AssertionError(failure)

@@ -77,3 +77,9 @@ def test_what_the_same_command_does_after_a_kill_is_what_it_will_do(tmp_path: Pa
     (tmp_path / "checkpoints" / "step_00000020").mkdir(parents=True)
     assert "goes on from step 20" in told() and "no checkpoint" not in told()
     assert "With checkpoint.resume = 'auto'" in told(resume="never")
+
+
+def test_a_card_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.gpu = 'nix' is not in the table") as error:
+        _start(monkeypatch, tmp_path, 1024, 1000, *LLAMA, "cluster.gpu=nix")
+    assert "H100 SXM" in error.value.evidence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def _plain(text: str) -> list[str]:
 
 def test_the_next_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    assert room.next_steps(replace(SUMMARY, made_up_tokens=True)) == ""
     assert "tensorboard" not in room.next_steps(SUMMARY)
     (tmp_path / "runs" / "my demo" / "tensorboard").mkdir(parents=True)
     commands = room.next_steps(SUMMARY).split("   |   ")

@@ -124,7 +124,7 @@ def test_dry_run_shows_layout_memory_and_work_and_starts_nothing(command: Comman
     ):
         assert expected in words, expected
     tight = command("train", recipe, "--dry-run", *sets("cluster.gpu=H100 SXM"))
-    assert "of the 80 GB of H100 SXM" in tight.out and "parallel.zero" in tight.out
+    assert "of the 78.80 GiB of H100 SXM" in tight.out and "parallel.zero" in tight.out
     assert command("train", recipe, "--dry-run", *sets("cluster.gpu=H1000")).code == 2
 
 

@@ -72,3 +72,20 @@ def test_defaults_presets_and_recipes_have_none(findings: Callable[..., list[Fin
 
 def test_the_table_names_fields_of_the_schema() -> None:
     assert {key for row in OPTIONS for key in row.keys} <= set(field_names(RunConfig))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "words"),
+    [
+        (2, ("parallel.zero=3", "train.fp8_weight_cache=false"), "weights are gathered, and cast, for each use"),
+        (1, ("train.fp8_weight_cache=false",), ""),
+        (1, ("train.fp8_scaling=rowwise", "train.fp8_cast_kernel=triton"), "for tensors with one scale"),
+        (1, ("train.fp8_skip_layers=[0, -1]",), "leaves nothing in fp8 here"),
+        (1, ("train.fp8_skip_layers=[0]",), ""),
+    ],
+)
+def test_options_of_fp8_that_do_nothing_in_fp8(ranks: int, overrides: tuple[str, ...], words: str) -> None:
+    recipe = resolve({}, ["train.precision=fp8", "model.num_layers=2", *overrides])
+    findings = check(recipe.config, recipe.registry, ranks)
+    told = [finding.subject for finding in findings if finding.id == "config.idle-option"]
+    assert len(told) == bool(words) and words in "".join(told), told

@@ -112,5 +112,6 @@ def test_where_stages_lie() -> None:
 
 def test_thousands_of_layers_are_cut_at_once() -> None:
     assert sum(partition([5] * 10_000, 7, 64)) == 10_000
+    assert sum(partition([5] * 10_000, 7, 9216)) == 10_000
     assert ModelConfig(**preset("llama3_405b")).num_layers == 126
     assert len(cut_stages(_config("llama3_405b", pp=16, stages_per_rank=7), 112)) == 112

@@ -26,8 +26,10 @@ def test_other_ranks_show_only_warnings(tmp_path: Path) -> None:
     with logging_to(tmp_path, rank=3, console=make_console(shown)):
         LOGGER.info("quiet")
         LOGGER.warning("loud")
+        log_once(LOGGER, logging.WARNING, "said by rank 0")
     assert "quiet" not in shown.getvalue() and "[rank 3] loud" in shown.getvalue()
     assert "quiet" in (tmp_path / "rank_3.log").read_text()
+    assert "said by" not in shown.getvalue() and "said by" in (tmp_path / "rank_3.log").read_text()
 
 
 def test_log_once_and_clean_end(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_another_recipe_in_the_same_folder_is_refused(data: str, tmp_path: Path)
     before = (tmp_path / "run" / "recipe.toml").read_text()
     error = refused([*recipe, "optim.lr=0.5", "model.num_layers=3"])
     assert isinstance(error, RunFolderError)
-    assert "optim.lr: 0.01 there, 0.5 now" in error.evidence and "run.dir" in error.next_step
+    assert "optim.lr: 0.01 there, 0.5 now" in error.evidence and "run.name" in error.next_step
     error = refused([*recipe, "optim.lr=0.5"])
     assert 'allow_change=["lr"]' in error.next_step
     assert (tmp_path / "run" / "recipe.toml").read_text() == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,26 +34,26 @@ def card_lines(config: RunConfig, memory: MemoryEstimate) -> tuple[str, ...]:
         verdict = "fits" if share <= SAFE_SHARE else "tight" if share <= 1 else "does not fit"
         verdicts[verdict].append(card.name)
     lines = [f"{verdict}: {', '.join(cards)}" for verdict, cards in verdicts.items() if cards]
-    own = _own_card(config)
+    own = asked_card(config)
     if own is not None:
-        lines.insert(0, f"cluster.gpu: {_share(memory, own):.0%} of the {own.memory_gb:g} GB of {own.name}")
-    needed = math.ceil(memory.total / SAFE_SHARE / 1e9)
+        lines.insert(0, f"cluster.gpu: {_share(memory, own):.0%} of the {units.size(own.memory_bytes)} of {own.name}")
+    needed = units.size(memory.total / SAFE_SHARE)
     return (
         *lines,
-        f"Fits = up to {SAFE_SHARE:.0%} of the card's memory, here {needed:,} GB or more; tight = up to all.",
+        f"Fits = up to {SAFE_SHARE:.0%} of what a card's driver leaves to programs (here {needed}); tight = up to all.",
     )
 
 
 def card_findings(config: RunConfig, memory: MemoryEstimate, world_size: int) -> list[Finding]:
     """A warning where it is tight on the card that `cluster.gpu` names; nothing where none is named."""
-    card = _own_card(config)
+    card = asked_card(config)
     if card is None or _share(memory, card) <= SAFE_SHARE:
         return []
     return [
         Finding(
             id="costs.memory",
             severity="warning",
-            subject=f"the estimate is {_share(memory, card):.0%} of the {card.memory_gb:g} GB of {card.name}",
+            subject=f"the estimate is {_share(memory, card):.0%} of the {units.size(card.memory_bytes)} of {card.name}",
             evidence=f"Up to {SAFE_SHARE:.0%} is safe; the largest part is {_largest(memory)}.",
             next_step=f"Try {ways_to_less(config, world_size, memory)}.",
         )
@@ -99,7 +98,12 @@ def _fits_ranks(asked: Asked) -> bool:
     return not rest and parallel.dp_shard in (0, copies)
 
 
-def _own_card(config: RunConfig) -> Hardware | None:
+def asked_card(config: RunConfig) -> Hardware | None:
+    """The card that `cluster.gpu` names, if it names one.
+
+    Raises:
+        ConfigError: it is not in the table of hardware.
+    """
     if not config.cluster.gpu:
         return None
     card = find_hardware(config.cluster.gpu)
@@ -113,7 +117,7 @@ def _own_card(config: RunConfig) -> Hardware | None:
 
 
 def _share(memory: MemoryEstimate, card: Hardware) -> float:
-    return memory.total / (card.memory_gb * 1e9)
+    return memory.total / card.memory_bytes
 
 
 def _largest(memory: MemoryEstimate) -> str:

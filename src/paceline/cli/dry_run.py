@@ -6,7 +6,7 @@ import math
 
 from rich.console import Console
 
-from paceline.cli.cards import card_findings, card_lines
+from paceline.cli.cards import asked_card, card_findings, card_lines
 from paceline.cli.layout_tables import byte_unit, memory_table, mesh_table, parameters_table, stages_table
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe
@@ -46,6 +46,7 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
     """
     config = recipe.config
     world_size, reason = _world_size(config, nproc)
+    asked_card(config)
     findings = check(config, recipe.registry, world_size)
     refuse_errors(findings)
     _check_data(config, recipe.registry)

@@ -43,9 +43,9 @@ def _root(
 
       paceline data train-tokenizer texts/ --out tok.json --vocab-size 4096
       paceline data build texts/ --out my --tokenizer tok.json --valid-share 0.1
-      paceline train recipes/demo.toml --set data.train=my-train \\
-        --set data.valid=my-valid
-      paceline generate runs/demo --prompt "Once upon a time"
+      paceline train recipes/demo.toml --set run.name=my \\
+        --set data.train=my-train --set data.valid=my-valid
+      paceline generate runs/my --prompt "Once upon a time"
 
     A recipe is a TOML file; [bold]--set section.key=value[/bold] changes one field of it.
     `paceline train --print-schema` lists every field, with its type and meaning.

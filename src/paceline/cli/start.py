@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from paceline.cli.cards import asked_card
 from paceline.cli.host_check import host_findings
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, load_recipe
@@ -45,6 +46,7 @@ def start(
         )
     keep_compiled()
     world_size = nproc or info.world_size
+    asked_card(loaded.config)
     refuse_errors(check(loaded.config, loaded.registry, world_size))
     _check_host(loaded.config, world_size, info)
     if world_size > 1 and info.launcher == "single":

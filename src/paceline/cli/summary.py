@@ -27,7 +27,7 @@ def print_summary(folder: str | Path) -> None:
     content = json.loads(path.read_text())
     samples = tuple(tuple(pair) for pair in content.pop("samples", ()))
     summary = Summary(**content, samples=samples)
-    rows = [*summary.lines(), ("next", next_steps(summary))]
+    rows = [*summary.lines(), *((("next", text),) if (text := next_steps(summary)) else ())]
     console = make_console()
     if console.is_terminal:
         _print_framed(console, summary, rows)
@@ -56,13 +56,15 @@ def _print_plain(console: Console, summary: Summary, rows: list[tuple[str, str]]
 
 
 def next_steps(summary: Summary) -> str:
-    """What a user may want to do now; the commands can be pasted into a shell."""
+    """What a user may want to do now; the commands can be pasted into a shell. Empty if there is nothing to name."""
     if summary.stopped_by:
         saved = step_folders(Path(summary.run_dir) / "checkpoints")
         if not saved:
             return "the same command starts from the beginning: there is no checkpoint"
         return f"the same command goes on from step {saved[-1][0]}"
-    commands = [f'paceline generate {shlex.quote(summary.run_dir)} --prompt "..."']
+    commands = []
+    if not summary.made_up_tokens:
+        commands.append(f'paceline generate {shlex.quote(summary.run_dir)} --prompt "..."')
     curves = Path(summary.run_dir) / "tensorboard"
     if curves.is_dir():
         commands.append(f"tensorboard --logdir {shlex.quote(str(curves))}")

@@ -111,7 +111,7 @@ def _refused(asked: Asked) -> list[Finding]:
         misfits[0] = _with(misfits[0], nearest_sentence(asked))
     elif portions:
         near = nearest_layouts(asked, keep_batch=True)
-        portions[0] = _with(portions[0], f"Or another layout: {'; or '.join(near)}." if near else "")
+        portions[0] = _with(portions[0], f"Or another layout: {'; or '.join(near)}" if near else "")
     return [*unmended, *misfits, *portions]
 
 
@@ -150,6 +150,16 @@ def _zero(config: RunConfig, world_size: int) -> Iterator[Finding]:
             subject=f"parallel.dp_shard = {parallel.dp_shard} with parallel.zero = 0 shards nothing",
             evidence="Every rank keeps all weights and optimizer state.",
             next_step="Set parallel.zero = 1 to shard the optimizer state at no cost in traffic.",
+        )
+    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * shard * parallel.dp_replicate)
+    if parallel.engine == "fsdp" and parallel.reduce_dtype == "bf16" and micro_batches > 1:
+        yield Finding(
+            id="config.fsdp-sums",
+            severity="note",
+            subject=f"with parallel.zero = {parallel.zero}, {micro_batches} micro-batches of a step are summed in bf16",
+            evidence="FSDP2 sums over micro-batches in parallel.reduce_dtype; parallel.accumulate_dtype is the flat "
+            "engine's (zero 0 and 1).",
+            next_step="For sums in fp32 set parallel.reduce_dtype = 'fp32'.",
         )
 
 

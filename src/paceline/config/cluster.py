@@ -24,7 +24,7 @@ class ClusterConfig(Section):
     """A file of measured rates that replaces the table's."""
     check_host_memory: bool = True
     """Refuse to start processes whose estimate is larger than the memory of their host; false warns only."""
-    timeout_seconds: int = Field(1800, ge=1)
+    timeout_seconds: int = Field(1800, ge=1, le=10_000_000)
     """How long a collective may wait before the run is ended."""
 
     def num_nodes(self, world_size: int) -> int:

@@ -24,7 +24,8 @@ class DataConfig(Section):
     train: str | tuple[DataSource, ...] = "synthetic"
     """Prefix of a dataset (`corpus` for corpus.bin and corpus.idx), a list of `{path, weight}`, or `synthetic`."""
     valid: str | tuple[DataSource, ...] = ""
-    """Held-out data for evaluation while training; empty = none, unless `split` cuts it from `train`."""
+    """Held-out data for evaluation while training; empty = none, unless `split` cuts it from `train` or that is
+    synthetic: then other made-up tokens."""
     test: str | tuple[DataSource, ...] = ""
     """Held-out data evaluated once, at the end."""
     split: str = ""

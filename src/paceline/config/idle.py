@@ -39,6 +39,15 @@ def _one_shard(asked: Asked) -> bool:
     return dense == 1 and experts == 1
 
 
+def _fp8(asked: Asked) -> bool:
+    return asked.config.train.precision == "fp8"
+
+
+def _no_layer_in_fp8(asked: Asked) -> bool:
+    layers = asked.model.num_layers
+    return len({index % layers for index in asked.config.train.fp8_skip_layers}) == layers
+
+
 OPTIONS = (
     Idle(
         keys=("parallel.bucket_mb",),
@@ -75,6 +84,22 @@ OPTIONS = (
         keys=tuple(f"train.{name}" for name in TrainConfig.model_fields if name.startswith("fp8_")),
         where=lambda asked: asked.config.train.precision != "fp8",
         because="train.precision is not 'fp8'.",
+    ),
+    Idle(
+        keys=("train.fp8_weight_cache",),
+        where=lambda asked: _fp8(asked) and asked.parallel.zero >= 2,
+        because="with parallel.zero 2 and 3 weights are gathered, and cast, for each use.",
+    ),
+    Idle(
+        keys=("train.fp8_cast_kernel",),
+        where=lambda asked: _fp8(asked) and asked.config.train.fp8_scaling == "rowwise",
+        because="the kernel is for tensors with one scale (train.fp8_scaling = 'tensorwise').",
+    ),
+    Idle(
+        keys=("train.fp8_skip_layers",),
+        where=lambda asked: _fp8(asked) and _no_layer_in_fp8(asked),
+        because="it names every layer; train.precision = 'bf16' is the same.",
+        verb="leaves nothing in fp8",
     ),
     Idle(
         keys=("optim.muon_momentum", "optim.muon_lr", "optim.muon_steps"),

@@ -72,7 +72,7 @@ def nearest_sentence(asked: Asked) -> str:
     if not found:
         return f"No layout near it works on {ranks}."
     return (
-        f"Nearest layout{'s' * (len(found) > 1)} that work{'s' * (len(found) == 1)} on {ranks}: {'; or '.join(found)}."
+        f"Nearest layout{'s' * (len(found) > 1)} that work{'s' * (len(found) == 1)} on {ranks}: {'; or '.join(found)}"
     )
 
 

@@ -48,7 +48,8 @@ class ParallelConfig(Section):
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are summed over ranks."""
     accumulate_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients are summed over micro-batches."""
+    """Precision in which the flat engine (zero 0 and 1) sums gradients over micro-batches; FSDP does it in
+    `reduce_dtype`."""
     fused_weight_gradients: bool = False
     """Matrix products of the flat engine's backward add weight gradients to their buckets themselves, in place of a
     gradient that is written, read and added."""

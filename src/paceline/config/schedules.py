@@ -82,7 +82,12 @@ def _without_stages(asked: Asked) -> Iterator[Finding]:
             "config.stages-without-pipeline",
             f"parallel.stages_per_rank = {parallel.stages_per_rank} with parallel.pp = 1",
             "One rank that holds all layers has nothing to interleave.",
-            "Set parallel.stages_per_rank = 1" + (", or parallel.pp = 2 or more." if asked.world_size > 1 else "."),
+            "Set parallel.stages_per_rank = 1"
+            + (
+                f", or parallel.pp = 2 or more with {_interleaved(parallel.stages_per_rank)}."
+                if asked.world_size > 1
+                else "."
+            ),
         )
     if parallel.pipeline_layout not in ((), (asked.config.model.num_layers,)):
         yield error(
@@ -91,6 +96,16 @@ def _without_stages(asked: Asked) -> Iterator[Finding]:
             f"It gives the layers of each stage, and there is one, with all {asked.config.model.num_layers} layers.",
             "Leave parallel.pipeline_layout out, or set parallel.pp.",
         )
+
+
+def _interleaved(stages: int) -> str:
+    """The schedules that take so many stages a rank."""
+    names = [
+        show(name)
+        for name, rule in SCHEDULES.items()
+        if rule.min_stages_per_rank <= stages <= (rule.max_stages_per_rank or stages)
+    ]
+    return f"parallel.pipeline_schedule = {' or '.join(names)}"
 
 
 def _stages_per_rank(asked: Asked) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ Fp8Linear = Literal[
 class TrainConfig(Section):
     """How much is trained, in which portions and precision."""
 
-    steps: int = Field(100, ge=1)
+    steps: int = Field(100, ge=1, le=10**12)
     """Optimizer steps of the whole run (not of this start)."""
     micro_batch_size: int = Field(1, ge=1)
     """Sequences a rank computes at a time."""

@@ -24,7 +24,7 @@ class Hardware:
     """TFLOP/s, fp32 accumulation; as all peaks here."""
     fp8: float | None
     memory_gb: float
-    """10^9 bytes."""
+    """As it is sold; see `memory_bytes`."""
     memory_tb_per_s: float
     nvlink_gb_per_s: float | None
     """NVLink or xGMI, all links of one GPU together."""
@@ -38,6 +38,14 @@ class Hardware:
     """Regular expressions for the whole name as CUDA or ROCm reports it. MIG slices, laptop parts and other boards of
     the same chip must not match: they have other peaks."""
     source: str
+    memory_share: float = 0.985
+    """What the driver leaves of `memory_gb` GiB to programs; less where error correction takes a part of it."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """That programs can have. "80 GB" are GiB, but for what the driver keeps (torch sees 79.1 to 79.3 GiB of an
+        A100 or H100 of 80, 23.6 of an RTX 4090, 139 of an H200 of 141)."""
+        return self.memory_gb * self.memory_share * 2**30
 
     def peak_tflops(self, dtype: PeakDtype) -> float | None:
         if dtype == "fp16":
@@ -127,7 +135,7 @@ _TABLE = (
     ),
     Hardware(
         name="L40S", bf16=362, fp8=733, memory_gb=48, memory_tb_per_s=0.864, nvlink_gb_per_s=None, pcie_gb_per_s=31,
-        patterns=(r"NVIDIA L40S",), source=f"{_STAS}; {_AIC}",
+        memory_share=0.925, patterns=(r"NVIDIA L40S",), source=f"{_STAS}; {_AIC}",
     ),
     Hardware(
         name="RTX 4090", bf16=165.2, fp8=330, memory_gb=24, memory_tb_per_s=1.008, nvlink_gb_per_s=None,

@@ -7,7 +7,7 @@ multi-token prediction. An embedding is a lookup and costs nothing. `parallel.pi
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -121,10 +121,7 @@ def _earliest_starts(prefix: Sequence[int], last: int, parts: int, limit: int) -
     starts = [len(prefix) - 1]
     for part in reversed(range(parts)):
         budget = limit - (last if part == parts - 1 else 0)
-        start = next(
-            index for index in range(part, len(prefix)) if prefix[starts[-1]] - prefix[index] <= budget or part == 0
-        )
-        starts.append(start)
+        starts.append(bisect_left(prefix, prefix[starts[-1]] - budget, part) if part else 0)
     return starts[:0:-1]
 
 
@@ -138,12 +135,12 @@ def _evenest(
     for part in reversed(range(parts)):
         more = last if part == parts - 1 else 0
         latest_start = ends[part - 1] if part else 0
+        after = [items] if part == parts - 1 else list(best[part + 1])  # ascending, as they were found
         for start in range(starts[part] if part else 0, latest_start + 1):
-            after = [items] if part == parts - 1 else list(best[part + 1])
+            farthest = bisect_right(prefix, prefix[start] + limit - more) - 1
             options = [
-                (cost**2 + (best[part + 1][end][0] if part < parts - 1 else 0), end)
-                for end in after
-                if end > start and (cost := prefix[end] - prefix[start] + more) <= limit
+                ((prefix[end] - prefix[start] + more) ** 2 + (best[part + 1][end][0] if part < parts - 1 else 0), end)
+                for end in after[bisect_right(after, start) : bisect_right(after, farthest)]
             ]
             if options:
                 best[part][start] = min(options)

@@ -40,9 +40,13 @@ class EnergyCounter:
             library = load(LIBRARY)
             functions = library.nvmlInit_v2, library.nvmlDeviceGetHandleByUUID
             energy = library.nvmlDeviceGetTotalEnergyConsumption
+            return cls._opened(library, functions, energy, uuid)
         except (OSError, AttributeError) as error:
             log.debug("no figures of energy: %s", error)
             return None
+
+    @classmethod
+    def _opened(cls, library: Any, functions: tuple[Any, Any], energy: Any, uuid: str) -> EnergyCounter | None:
         functions[0].argtypes = []
         functions[1].argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)]
         energy.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)]

@@ -37,18 +37,20 @@ def host_memory(cgroup: Path = _CGROUP) -> HostMemory:
 
 def _cached(beside: Path) -> int:
     """Bytes of files that the kernel counts as used and would give back."""
-    lines = _text(beside.with_name("memory.stat")).splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    fields = [line.split() for line in _text(beside.with_name("memory.stat")).splitlines()]
+    found = {each[0]: int(each[1]) for each in fields if len(each) == 2 and each[1].isascii() and each[1].isdecimal()}
+    # v1 counts what child groups hold in a line of its own
+    return found.get("total_inactive_file", found.get("inactive_file", 0))
 
 
 def _number(path: Path) -> int | None:
     """None where there is no such file, or no limit (``max``)."""
     text = _text(path).strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
         return ""

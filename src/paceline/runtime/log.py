@@ -17,7 +17,10 @@ ROOT = "paceline"
 
 
 def log_once(logger: logging.Logger, level: int, message: str, *args: Any) -> None:
-    """Logs ``message`` (after its arguments are filled in) the first time only, for as long as ``logging_to`` holds."""
+    """Logs ``message`` (after its arguments are filled in) the first time only, for as long as ``logging_to`` holds.
+
+    On the console rank 0 alone says it, in the log files every rank.
+    """
     logger.log(level, message, *args, extra={"once": True}, stacklevel=2)
 
 
@@ -79,6 +82,9 @@ def _console_handler(console: Console, rank: int, level: int) -> logging.Handler
     handler.setLevel(level if rank == 0 else max(level, logging.WARNING))
     # tracebacks of errors that the user is told in a sentence are marked so
     handler.addFilter(lambda record: not getattr(record, "file_only", False))
+    if rank != 0:
+        # what is said once follows from the recipe and the layout, and rank 0 says it
+        handler.addFilter(lambda record: not getattr(record, "once", False))
     return handler
 
 

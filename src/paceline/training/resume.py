@@ -32,7 +32,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 RETUNABLE = ("optim.name",)
 """Of the section optim, what cannot change: the optimizer's state would have no meaning."""
 
-FREE = (*MAY_DIFFER, "model.preset", "model.init_from", "train.precision")
+FREE = (*MAY_DIFFER, "model.preset", "model.init_from", "train.precision", "optim.fused_update")
 """What a resumed run may change without a word."""
 
 
@@ -111,10 +111,13 @@ def _other_recipe(path: Path, changed: Mapping[str, tuple[Any, Any]], refused: l
     needed = sorted({choice for choice, entries in CHOICES.items() for key in refused if _covers(entries, key)})
     fixed = [key for key in refused if key in RETUNABLE or not any(_covers(e, key) for e in CHOICES.values())]
     if fixed:
-        step = f"Set another folder: --set run.dir=PATH ({', '.join(fixed[:3])} cannot change within a run)."
+        step = f"Start a new run: --set run.name=NAME ({', '.join(fixed[:3])} cannot change within a run)."
     else:
         choices = ", ".join(f'"{choice}"' for choice in needed)
-        step = f"To change it on purpose: --set 'checkpoint.allow_change=[{choices}]'. Else: --set run.dir=PATH."
+        step = (
+            f"To change it on purpose: --set 'checkpoint.allow_change=[{choices}]'. Else a new run: "
+            "--set run.name=NAME."
+        )
     return RunFolderError(
         f"{path} holds a run of another recipe: {len(refused)} key{'s differ' if len(refused) > 1 else ' differs'}",
         evidence="\n  ".join(lines),
@@ -136,7 +139,8 @@ def find_start(checkpoint: Checkpoint | None, config: RunConfig) -> Start:
             f"nothing left to train: the run stands at step {state.step} of {config.train.steps}",
             evidence=f"{checkpoint.folder} is its newest checkpoint.",
             next_step=f"Train on with more steps: --set train.steps={state.step + config.train.steps} "
-            "--set 'checkpoint.allow_change=[\"lr\"]' (the schedule then ends later). A new run: --set run.dir=PATH.",
+            "--set 'checkpoint.allow_change=[\"lr\"]' (the schedule then ends later). A new run, with another "
+            "layout or not: --set run.name=NAME.",
         )
     progress = Progress(
         step=state.step,

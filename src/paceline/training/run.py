@@ -164,7 +164,8 @@ class _Run:
 
     def _open(self) -> _Opened:
         checkpoint = self.manager.latest()
-        start = find_start(checkpoint, self.config)
+        # once for all ranks, so that a refusal is told once
+        start = self.ranks.from_first("finding where to go on", lambda: find_start(checkpoint, self.config))
         datasets = self._datasets(start)
         self._phase("data")
         parts = build_parts(self.config, self.registry, self.info, self.device, done=self._phase)
@@ -293,6 +294,7 @@ class _Run:
             flops_per_token=rates(self.config, self.device).flops_per_token,
             evaluation=evaluation,
             samples=samples,
+            made_up_tokens=self.config.data.is_synthetic,
             start_up=self.clock.phases,
         )
 

@@ -43,6 +43,8 @@ class Summary:
     devices: str
     samples: tuple[tuple[str, str], ...] = ()
     """(prompt, continuation)"""
+    made_up_tokens: bool = False
+    """trained on synthetic data: it has no text to continue"""
     start_up: Mapping[str, float] = field(default_factory=dict)
     """seconds of each phase of the last start, from the command to the end of its first step"""
     tokens_per_joule: float | None = None
@@ -153,6 +155,7 @@ def summarize(
     flops_per_token: float | None,
     evaluation: Evaluation | None,
     samples: Sequence[tuple[str, str]] = (),
+    made_up_tokens: bool = False,
     start_up: Mapping[str, float] | None = None,
 ) -> Summary:
     """Reads the run folder's own metrics, so that a resumed run is summed up whole.
@@ -180,6 +183,7 @@ def summarize(
         skipped_steps=last.skipped_steps,
         devices=devices,
         samples=tuple(samples),
+        made_up_tokens=made_up_tokens,
         start_up={phase: round(seconds, 3) for phase, seconds in (start_up or {}).items()},
         **speed,
     )
