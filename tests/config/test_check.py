@@ -82,6 +82,18 @@ def test_a_router_that_would_not_learn_is_told() -> None:
     assert check(recipe.config, recipe.registry, 1) == []
 
 
+def test_fsdp_tells_where_it_sums_micro_batches_in_bf16() -> None:
+    zero3 = ["parallel.zero=3", "parallel.reduce_dtype=bf16", "train.global_batch_size=8"]
+
+    def told(*changes: str) -> list[str]:
+        recipe = resolve({}, [*zero3, *changes])
+        return [each.subject for each in check(recipe.config, recipe.registry, 2) if each.id == "config.fsdp-sums"]
+
+    assert told() == ["with parallel.zero = 3, 4 micro-batches of a step are summed in bf16"]
+    assert not told("train.micro_batch_size=4") and not told("parallel.reduce_dtype=fp32")
+    assert not told("parallel.zero=1")
+
+
 def test_layers_that_fp8_skips_are_there() -> None:
     error = refused(1, "train.precision=fp8", "train.fp8_skip_layers=[0, 4, -5]")
     assert "4, -5" in error.subject and "4 layers" in error.subject and "0 to 3" in error.evidence

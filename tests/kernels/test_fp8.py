@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from paceline.kernels.fp8 import cast_weights, fp8_linear_reference, fp8_linears, rounded, why_not_fp8
 from paceline.kernels.fp8_cast import (
@@ -255,7 +255,7 @@ def test_casts_are_those_of_the_twin(scaling: Scaling, dtype: torch.dtype) -> No
 
 def test_the_operation_is_what_it_says_to_the_compiler() -> None:
     x = torch.randn(37, 24).bfloat16()
-    torch.library.opcheck(cast_transpose, (x, torch.tensor(4.0), E4M3))
+    library.opcheck(cast_transpose, (x, torch.tensor(4.0), E4M3))
 
 
 def _hard() -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from paceline.kernels.weight_gradient import (
     accumulate_product,
@@ -111,4 +111,4 @@ def test_the_operator_replaces_once_and_then_adds() -> None:
 def test_the_operator_says_what_it_changes() -> None:
     place, grad_MD, x_MC = _operands((5, 3, 7), torch.float32, torch.float32)
     fresh = torch.ones((), dtype=torch.bool)
-    torch.library.opcheck(torch.ops.paceline.accumulate_weight_gradient.default, (place, fresh, grad_MD, x_MC))
+    library.opcheck(torch.ops.paceline.accumulate_weight_gradient.default, (place, fresh, grad_MD, x_MC))

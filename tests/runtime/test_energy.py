@@ -64,6 +64,15 @@ def test_nothing_for_a_card_that_nvml_does_not_know() -> None:
     assert opened(Nvml(), "GPU-other") is None
 
 
+def test_nothing_where_the_library_fails() -> None:
+    def fails() -> int:
+        raise OSError("exception: access violation")
+
+    library = Nvml()
+    library.nvmlInit_v2 = fails
+    assert opened(library) is None
+
+
 def test_a_cpu_has_no_uuid() -> None:
     assert device_uuid(torch.device("cpu")) is None
 

@@ -144,7 +144,7 @@ def test_another_recipe_in_the_same_folder_is_refused(data: str, tmp_path: Path)
     before = (tmp_path / "run" / "recipe.toml").read_text()
     error = refused([*recipe, "optim.lr=0.5", "model.num_layers=3"])
     assert isinstance(error, RunFolderError)
-    assert "optim.lr: 0.01 there, 0.5 now" in error.evidence and "run.name" in error.next_step
+    assert "optim.lr: 0.01 there, 0.5 now" in error.evidence and "--set run.dir=PATH" in error.next_step
     error = refused([*recipe, "optim.lr=0.5"])
     assert 'allow_change=["lr"]' in error.next_step
     assert (tmp_path / "run" / "recipe.toml").read_text() == before
@@ -173,6 +173,12 @@ def test_changes_on_purpose_are_made(data: str, tmp_path: Path) -> None:
     )
     assert [record.step for record in grown] == list(range(1, 13))
     assert grown[-1].tokens - grown[-2].tokens == 8 * 16
+
+
+def test_another_kernel_of_the_same_update_needs_no_leave(data: str, tmp_path: Path) -> None:
+    recipe = runs.tiny(tmp_path / "run", data)
+    alone(recipe, 2)
+    assert alone([*recipe, "optim.fused_update=true"], 4)[-1].step == 4
 
 
 def test_resuming_past_the_end_says_so(data: str, tmp_path: Path) -> None:

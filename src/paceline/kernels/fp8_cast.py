@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 Scaling = Literal["tensorwise", "rowwise"]
 CastKernel = Literal["torch", "triton"]
@@ -103,7 +103,7 @@ def cast_both(x_RC: Tensor, dtype: torch.dtype, scaling: Scaling, kernel: CastKe
     return rows, transposed(rows)
 
 
-@torch.library.custom_op("paceline::fp8_cast_transpose", mutates_args=())
+@library.custom_op("paceline::fp8_cast_transpose", mutates_args=())
 def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """fp8 [R, C] and [C, R filled up to a `MULTIPLE`]: ``x * factor``, as it lies and turned. One kernel on GPUs."""
     if x_RC.is_cuda:

@@ -59,7 +59,7 @@ def claim_folder(folder: RunFolder, config: RunConfig, recipe: str) -> dict[str,
     checkpoints = step_folders(folder.checkpoints)
     # a start that failed before its first step (a mistyped path) leaves only its recipe: that may be mended
     if refused and (checkpoints or _has_records(folder)):
-        raise _other_recipe(folder.path, changed, refused)
+        raise _other_recipe(folder.path, config, changed, refused)
     if checkpoints and config.checkpoint.resume == "never":
         raise RunFolderError(
             f"{folder.path} holds checkpoints up to step {checkpoints[-1][0]}, and checkpoint.resume = 'never'",
@@ -106,17 +106,23 @@ def _is_allowed(key: str, config: RunConfig) -> bool:
     return key != "train.steps" and _covers(FREE, key)
 
 
-def _other_recipe(path: Path, changed: Mapping[str, tuple[Any, Any]], refused: list[str]) -> RunFolderError:
+def _new_run(config: RunConfig) -> str:
+    """The option that begins a run of its own: the name makes the folder, unless one is given."""
+    return "--set run.dir=PATH" if config.run.dir else "--set run.name=NAME"
+
+
+def _other_recipe(
+    path: Path, config: RunConfig, changed: Mapping[str, tuple[Any, Any]], refused: list[str]
+) -> RunFolderError:
     lines = [f"{key}: {changed[key][0]!r} there, {changed[key][1]!r} now" for key in refused[:8]]
     needed = sorted({choice for choice, entries in CHOICES.items() for key in refused if _covers(entries, key)})
     fixed = [key for key in refused if key in RETUNABLE or not any(_covers(e, key) for e in CHOICES.values())]
     if fixed:
-        step = f"Start a new run: --set run.name=NAME ({', '.join(fixed[:3])} cannot change within a run)."
+        step = f"Start a new run: {_new_run(config)} ({', '.join(fixed[:3])} cannot change within a run)."
     else:
         choices = ", ".join(f'"{choice}"' for choice in needed)
         step = (
-            f"To change it on purpose: --set 'checkpoint.allow_change=[{choices}]'. Else a new run: "
-            "--set run.name=NAME."
+            f"To change it on purpose: --set 'checkpoint.allow_change=[{choices}]'. Else a new run: {_new_run(config)}."
         )
     return RunFolderError(
         f"{path} holds a run of another recipe: {len(refused)} key{'s differ' if len(refused) > 1 else ' differs'}",
@@ -140,7 +146,7 @@ def find_start(checkpoint: Checkpoint | None, config: RunConfig) -> Start:
             evidence=f"{checkpoint.folder} is its newest checkpoint.",
             next_step=f"Train on with more steps: --set train.steps={state.step + config.train.steps} "
             "--set 'checkpoint.allow_change=[\"lr\"]' (the schedule then ends later). A new run, with another "
-            "layout or not: --set run.name=NAME.",
+            f"layout or not: {_new_run(config)}.",
         )
     progress = Progress(
         step=state.step,
