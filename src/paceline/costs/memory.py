@@ -11,7 +11,7 @@ States, bytes of a parameter on a rank. S shards: of dense parameters dp_shard x
 
 | engine | weights | gradients | masters | moments |
 | --- | --- | --- | --- | --- |
-| flat, bf16 (zero 0: S = 1) | 2 | g (+ 4 / S if bf16) | 4 / S | m / S |
+| flat, bf16 (zero 0: S = 1) | 2 | g (+ 4 / S if bf16, unless `optim.fused_update`) | 4 / S | m / S |
 | flat, fp32 | 4 | 4 | 0 (the weights) | m / S |
 | fsdp | 4 / S, and gathered units in compute precision | 4 / S | 0 (the shards) | m / S |
 
@@ -207,6 +207,11 @@ def moment_bytes(optim: OptimConfig, parameters: int, matrices: int) -> int:
     return 8 * parameters - 4 * matrices
 
 
+def reads_any_gradient(optim: OptimConfig) -> bool:
+    """Whether the optimizer takes gradients in the dtype in which they were accumulated, and needs no fp32 copy."""
+    return optim.fused_update and optim.name == "adamw"
+
+
 # ---- states
 
 
@@ -214,7 +219,10 @@ def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
     compute, accumulate = compute_bytes(config.train), 2 if config.parallel.accumulate_dtype == "bf16" else 4
     parameters, share, moments = held.total, held.share, held.moments(config.optim)
     masters = 4 * share if compute < 4 else 0
-    gradients, gradient_share = accumulate * parameters, 4 * share if accumulate < 4 else 0
+    gradients, gradient_share = (
+        accumulate * parameters,
+        4 * share if accumulate < 4 and not reads_any_gradient(config.optim) else 0,
+    )
     if config.parallel.offload == "none":
         return {
             "weights": compute * parameters + (2 * held.fp8 if config.train.fp8_weight_cache else 0),
