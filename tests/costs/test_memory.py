@@ -55,6 +55,12 @@ def test_states(parallel: dict[str, Any], bytes_per_parameter: float) -> None:
     assert found.total == found.states + found.gathered + found.activations + found.logits
 
 
+def test_an_optimizer_that_reads_bf16_needs_no_copy_of_gradients() -> None:
+    parallel = {"zero": 1, "accumulate_dtype": "bf16"}
+    found = estimate(_config(parallel=parallel, optim={"fused_update": True}), 8)
+    assert found.states == pytest.approx((2 + 2 + 12 / 8) * N, rel=1e-6)
+
+
 def test_what_fsdp_gathers() -> None:
     once = {"global_batch_size": 8}
     block, head = 218_112_000, 128256 * 4096

@@ -109,7 +109,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_the_kernel_equals_torch_in_the_interpreter(interpreted: ModuleType, size: int) -> None:
     def update(*args: Any, **options: Any) -> None:
         *tensors, scalars = args
-        interpreted.adamw_update_triton(*tensors, scalars.values, **options)
+        interpreted.adamw_update_triton(*tensors, scalars.rounded, **options)
 
     for gradient_dtype in (torch.float32, torch.bfloat16):
         expected = _of_torch(size, torch.float32, gradient_dtype)

@@ -35,6 +35,14 @@ def test_norm_and_divisor_are_torchs() -> None:
     assert result.finite and result.found_inf == 0
 
 
+def test_gradients_in_bf16_are_measured_in_fp32() -> None:
+    engine, gradients = ToyEngine(toy_values(0)), {name: value.bfloat16() for name, value in toy_values(1).items()}
+    for parameter in engine.main_parameters():
+        parameter.param.grad_dtype = torch.bfloat16
+        parameter.param.grad = gradients[parameter.name].view_as(parameter.param)
+    assert float(_measure(engine, 0.5).norm) == pytest.approx(_global_norm(gradients), rel=1e-6)
+
+
 def test_small_gradients_and_clip_0_are_left_alone() -> None:
     engine = ToyEngine(toy_values(0))
     engine.set_gradients(toy_values(1))

@@ -22,6 +22,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("fp32", "adamw", {"zero": 1}),
     ("bf16", "adamw", {"zero": 1}),
     ("bf16", "adamw", {"zero": 0}),
+    ("bf16", "adamw", {"zero": 1, "accumulate_dtype": "bf16", "reduce_dtype": "bf16"}),
     ("bf16", "adamw", {"zero": 1, "offload": "optimizer"}),
     ("bf16", "adamw", {"zero": 3}),
     ("bf16", "muon", {"zero": 1}),
@@ -33,9 +34,16 @@ def _build(
 ) -> tuple[Engine, Optimizer]:
     config = ParallelConfig(**parallel)
     mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
-    engine = parallelize(tiny_model(tiny_config(**MODEL)), config, mesh, precision, torch.device("cpu")).engine
-    engine.materialize(init(tiny_config(**MODEL)))
     optim = OptimConfig(name=name, lr=1e-2, grad_clip=0.5, fused_update=fused)  # type: ignore[arg-type]
+    model, widen = tiny_model(tiny_config(**MODEL)), not optim.reads_any_gradient
+    engine = parallelize(model, config, mesh, precision, torch.device("cpu"), widen_gradients=widen).engine
+    engine.materialize(init(tiny_config(**MODEL)))
+    kept = engine.bytes_by_kind()["gradients"]
+    summed = sum(parameter.numel() for parameter in engine.stages[0].parameters()) * (
+        2 if config.accumulate_dtype == "bf16" else 4
+    )
+    if precision == "bf16" and config.accumulate_dtype == "bf16":
+        assert (kept < 1.2 * summed) == (not widen), "an fp32 copy of this rank's half is as large as the sums"
     return engine, build_optimizer(optim, engine, mesh)
 
 

@@ -36,12 +36,18 @@ class OptimConfig(Section):
     grad_clip: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 = no clipping (the norm is still measured)."""
     fused_update: bool = False
-    """AdamW in one pass over memory that also writes the weights the model computes with. Not for `adamw8bit`."""
+    """AdamW in one pass over memory that also writes the weights the model computes with, and reads gradients in
+    `parallel.accumulate_dtype`. Not for `adamw8bit`."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     muon_lr: float = Field(0.02, gt=0)
     """Learning rate of the matrices that muon updates; `lr` is for the rest."""
     muon_steps: int = Field(5, ge=1)
     """Newton-Schulz iterations."""
+
+    @property
+    def reads_any_gradient(self) -> bool:
+        """Whether the optimizer takes gradients in the dtype in which they were accumulated, and needs no fp32 copy."""
+        return self.fused_update and self.name == "adamw"
 
     @model_validator(mode="after")
     def _check(self) -> OptimConfig:

@@ -207,11 +207,6 @@ def moment_bytes(optim: OptimConfig, parameters: int, matrices: int) -> int:
     return 8 * parameters - 4 * matrices
 
 
-def reads_any_gradient(optim: OptimConfig) -> bool:
-    """Whether the optimizer takes gradients in the dtype in which they were accumulated, and needs no fp32 copy."""
-    return optim.fused_update and optim.name == "adamw"
-
-
 # ---- states
 
 
@@ -221,7 +216,7 @@ def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
     masters = 4 * share if compute < 4 else 0
     gradients, gradient_share = (
         accumulate * parameters,
-        4 * share if accumulate < 4 and not reads_any_gradient(config.optim) else 0,
+        4 * share if accumulate < 4 and not config.optim.reads_any_gradient else 0,
     )
     if config.parallel.offload == "none":
         return {

@@ -23,13 +23,16 @@ class StepScalars:
 
     values: Tensor
     """fp64 [4]: the divisor of gradients, 1 if the step is left out else 0, 1 - beta1^t, sqrt(1 - beta2^t)."""
+    rounded: Tensor
+    """The same in fp32, for the kernel."""
 
     @classmethod
     def of(cls, step: Tensor, divisor: Tensor, found_inf: Tensor, betas: tuple[float, float]) -> StepScalars:
         """``step``: fp32 scalar on the device, this update counted."""
         count = step.double()
         corrections = (1 - betas[0] ** count, (1 - betas[1] ** count).sqrt())
-        return cls(values=torch.stack((divisor.double(), found_inf.double(), *corrections)))
+        values = torch.stack((divisor.double(), found_inf.double(), *corrections))
+        return cls(values=values, rounded=values.float())
 
 
 def adamw_update(
@@ -59,7 +62,7 @@ def adamw_update(
         return
     from paceline.kernels.adamw_triton import adamw_update_triton
 
-    adamw_update_triton(weight, gradient, exp_avg, exp_avg_sq, scalars.values, **options)  # type: ignore[arg-type]
+    adamw_update_triton(weight, gradient, exp_avg, exp_avg_sq, scalars.rounded, **options)  # type: ignore[arg-type]
 
 
 def adamw_update_reference(

@@ -24,7 +24,7 @@ def adamw_update_triton(
     eps: float,
     compute: Tensor | None = None,
 ) -> None:
-    """See `adamw.adamw_update`; ``scalars`` is `StepScalars.values`."""
+    """See `adamw.adamw_update`; ``scalars`` is `StepScalars.rounded`."""
     tensors = (weight, gradient, exp_avg, exp_avg_sq, *(() if compute is None else (compute,)))
     assert all(tensor.shape == weight.shape and tensor.is_contiguous() for tensor in tensors)
     assert weight.dtype == exp_avg.dtype == exp_avg_sq.dtype == torch.float32
@@ -37,7 +37,7 @@ def adamw_update_triton(
         exp_avg,
         exp_avg_sq,
         weight if compute is None else compute,
-        scalars.float(),
+        scalars,
         size,
         lr,
         1 - lr * weight_decay,

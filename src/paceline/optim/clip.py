@@ -61,6 +61,10 @@ def local_square_sum(parameters: Sequence[MainParameter]) -> Tensor:
     gradients = [
         parameter.param.grad for parameter in parameters if parameter.counted and parameter.param.grad is not None
     ]
+    if any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in gradients):
+        # a norm in half precision would have three digits
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return torch.stack(norms).double().square().sum()
     total: Tensor = torch.nn.utils.get_total_norm(gradients)  # a CPU zero if there are none
     return total.double().square()
 

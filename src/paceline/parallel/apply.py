@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,7 @@ def parallelize(
     *,
     cut: Sequence[range] | None = None,
     fp8: Fp8Options | None = None,
+    widen_gradients: bool = True,
 ) -> Parallelized:
     """Applies the `[parallel]` section to a plain model on the meta device. The order matters. Collective.
 
@@ -51,6 +52,7 @@ def parallelize(
         precision: `train.precision`.
         device: where this rank computes.
         cut: the blocks of every pipeline stage; None = all of them in one.
+        widen_gradients: the flat engine's; False if the optimizer reads gradients in `accumulate_dtype`.
         fp8: how, where the precision is fp8; None = `Fp8Options`' defaults.
     """
     assert all(parameter.is_meta for parameter in model.parameters()), "build the model on the meta device"
@@ -75,7 +77,12 @@ def parallelize(
             compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer
     shards |= tied_shards(stages, shards, mesh)
     # last: outermost hooks. At degree 1 too: it owns the precision policy
-    engine = _data_parallel(stages, config, mesh, precision, device, shards, shapes)
+    kind: Precision = "fp32" if precision == "fp32" else "bf16"
+    engine: Engine
+    if config.engine == "flat":
+        engine = FlatEngine(stages, config, mesh, kind, device, shards, shapes, widen_gradients=widen_gradients)
+    else:
+        engine = FsdpEngine(stages, config, mesh, kind, device, shards, shapes)
     if isinstance(engine, FlatEngine):
         engine.on_publish = fp8_weights.expire
     return Parallelized(stages=stages, engine=engine)
@@ -85,17 +92,3 @@ def _recompute_modes(config: ParallelConfig, stage: Transformer) -> list[Recompu
     """One for each block of the stage; a list in the recipe names all layers of the model."""
     modes = config.recompute
     return [modes if isinstance(modes, str) else modes[int(index)] for index in stage.blocks]
-
-
-def _data_parallel(
-    stages: Sequence[Transformer],
-    config: ParallelConfig,
-    mesh: ParallelMesh,
-    precision: str,
-    device: torch.device,
-    shards: Mapping[str, Shard],
-    shapes: Mapping[str, torch.Size],
-) -> Engine:
-    kind: Precision = "fp32" if precision == "fp32" else "bf16"
-    engine = FlatEngine if config.engine == "flat" else FsdpEngine
-    return engine(stages, config, mesh, kind, device, shards, shapes)

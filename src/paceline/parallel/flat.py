@@ -45,6 +45,7 @@ class FlatEngine:
         device: where weights and gradients live.
         shards: where the local tensors lie; a parameter that is missing is whole and dense.
         shapes: every parameter of the whole model.
+        widen_gradients: see `FlatSettings`.
         reducer: how gradients are summed, for a compressor.
     """
 
@@ -58,6 +59,7 @@ class FlatEngine:
         shards: Mapping[str, Shard],
         shapes: Mapping[str, torch.Size],
         *,
+        widen_gradients: bool = True,
         reducer: ReducerFactory = SumReducer,
     ) -> None:
         assert config.engine == "flat", f"parallel.zero = {config.zero}"
@@ -75,7 +77,7 @@ class FlatEngine:
             {name: site for name, site in sites.items() if name not in self._frozen},
             self._shards,
             spreads,
-            flat_settings(config, device),
+            flat_settings(config, device, widen_gradients=widen_gradients),
             DTYPES[config.reduce_dtype],
             count_all=self._alike,
             reducer=reducer,
@@ -156,7 +158,7 @@ class FlatEngine:
         return dict(total)
 
 
-def flat_settings(config: ParallelConfig, device: torch.device) -> FlatSettings:
+def flat_settings(config: ParallelConfig, device: torch.device, *, widen_gradients: bool = True) -> FlatSettings:
     accumulate_dtype = DTYPES[config.accumulate_dtype]
     return FlatSettings(
         device=device,
@@ -164,6 +166,7 @@ def flat_settings(config: ParallelConfig, device: torch.device) -> FlatSettings:
         bucket_elements=config.bucket_mb * _MIB // accumulate_dtype.itemsize,
         offload=config.offload != "none",
         lane=Lane(device),
+        widen_gradients=widen_gradients,
     )
 
 

@@ -36,6 +36,9 @@ class FlatSettings:
     bucket_elements: int
     offload: bool
     lane: Lane
+    widen_gradients: bool = True
+    """Sums in a narrower dtype are copied to the main dtype for the optimizer. False: it reads them as they are, where
+    torch lets a parameter have such a gradient (`grad_dtype`)."""
 
 
 class FlatGroup:
@@ -116,6 +119,7 @@ class FlatGroup:
             self._gradients,
             self._main_dtype,
             offload=self._settings.offload,
+            widen_gradients=self._settings.widen_gradients or not hasattr(torch.Tensor, "grad_dtype"),
         )
         if self.state.own_weights is not None:
             for bucket in self.layout.buckets:
@@ -143,9 +147,12 @@ class FlatGroup:
             site.replace(buffer[slot.start : slot.end].view(slot.shape))
 
     def _main_parameter(self, slot: Slot) -> MainParameter:
+        param = nn.Parameter(self.state.weight_of(slot))
+        if (dtype := self.state.gradient_of(slot).dtype) != param.dtype:
+            param.grad_dtype = dtype
         return MainParameter(
             name=slot.name,
-            param=nn.Parameter(self.state.weight_of(slot)),
+            param=param,
             global_shape=self._shards[slot.name].whole,
             locate=lambda local: self._located(slot, local),
             counted=self._counted,

@@ -14,7 +14,7 @@ class ShardState:
     | | weights | gradients |
     | --- | --- | --- |
     | compute dtype is the main dtype | a view of the weight buffer | |
-    | accumulate dtype is the main dtype | | a view of the gradient buffer |
+    | accumulate dtype is the main dtype, or the optimizer reads that one | | a view of the gradient buffer |
     | otherwise | memory of their own, 1 / shards of the buffer | the same |
     | offloaded | host memory, pinned beside a GPU | the same |
 
@@ -22,7 +22,15 @@ class ShardState:
     """
 
     def __init__(
-        self, layout: Layout, shard: int, weights: Tensor, gradients: Tensor, dtype: torch.dtype, *, offload: bool
+        self,
+        layout: Layout,
+        shard: int,
+        weights: Tensor,
+        gradients: Tensor,
+        dtype: torch.dtype,
+        *,
+        offload: bool,
+        widen_gradients: bool = True,
     ) -> None:
         self.layout, self.shard, self.dtype, self.offload = layout, shard, dtype, offload
         self._weights, self._gradients = weights, gradients
@@ -38,7 +46,8 @@ class ShardState:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pin)
 
         self.own_weights = own(dtype) if offload or weights.dtype != dtype else None
-        self.own_gradients = own(dtype) if offload or gradients.dtype != dtype else None
+        widens = widen_gradients and gradients.dtype != dtype
+        self.own_gradients = own(dtype) if offload or widens else None
         # the host casts into pinned memory before it sends: half the bytes, and a copy that runs beside compute
         self.staging = own(weights.dtype) if offload and weights.dtype != dtype else None
 

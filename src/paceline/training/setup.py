@@ -75,7 +75,8 @@ def build_parts(
     plain = build_model(config, dtype=dtype)
     cut = cut_stages(config, config.parallel.stages)
     precision, fp8 = config.train.precision, Fp8Options.of(config.train)
-    spread = parallelize(plain, config.parallel, mesh, precision, device, cut=cut, fp8=fp8)
+    widen = not config.optim.reads_any_gradient
+    spread = parallelize(plain, config.parallel, mesh, precision, device, cut=cut, fp8=fp8, widen_gradients=widen)
     engine = spread.engine
     engine.materialize(WeightInit(config.model, config.run.seed))
     optimizer = build_optimizer(config.optim, engine, mesh)
