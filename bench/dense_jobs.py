@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import jobs
+
 from paceline.config.run import RunConfig
 
 PARTS = ("dense", "ladder", "tune", "curves", "overheads", "profile", "ceilings")
@@ -26,26 +28,13 @@ FUSED_OFF = tuple(f"{switch}=false" for switch in fused_switches())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One start of `paceline`. ``estimate``: seconds from start to end on H200s, compiled kernels not there yet."""
+class Job(jobs.Job):
+    """One start of `paceline`. ``estimate``: compiled kernels not there yet."""
 
-    part: str
-    name: str
-    recipe: str
-    processes: int
-    estimate: float
     kind: Literal["bench", "train", "curve", "profile", "ceilings"] = "bench"
-    sets: tuple[str, ...] = ()
-    title: str = ""
     work: str = ""
     """Row of the dense table that this is a candidate for: the fastest one that is there stands in it."""
-    warm_up: int = 4
-    steps: int = 10
     gemm_seconds: float = 5.0
-
-    @property
-    def key(self) -> str:
-        return f"{self.part}/{self.name}"
 
 
 # ---- the ladder: recipes/ladder, each one change above the one before

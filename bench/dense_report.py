@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from results import head, notes_and_failures
+
 Entries: TypeAlias = dict[str, dict[str, Any]]
 Curve: TypeAlias = Sequence[float | None]
 """The loss of each step; None of one that was skipped."""
@@ -88,26 +90,14 @@ WORKS = {
 def page(data: dict[str, Any], curves: Curves, picture: str = "") -> list[str]:
     """The page; ``picture``: path of the curves' drawing from where the page lies, "" without one."""
     entries: Entries = data["entries"]
-    lines = ["# Dense training, measured", ""]
-    if data.get("tiny"):
-        lines += ["**A dry run of tiny models on CPUs: no figure below means anything.**", ""]
-    if "versions" in data:
-        versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-        lines += [f"{data['devices']}; {versions}. Command: `{data['command']}`; each entry's own is in the JSON.", ""]
+    lines = head("Dense training, measured", data)
     lines += table(entries)
     for section in (tuned, agreement, start_up, overheads):
         lines += section(entries)
     lines += numerics(curves, picture)
     lines += profiles(entries)
     lines += ceilings(entries)
-    notes = [f"- `{key}`: {entry['note']}" for key, entry in entries.items() if "note" in entry]
-    if notes:
-        lines += ["", "## Notes", "", *notes]
-    failed = {key: entry["failed"] for key, entry in entries.items() if "failed" in entry}
-    if failed:
-        lines += ["", "## Failed", ""]
-        lines += [f"- `{key}`: {reasons[0]}; {reasons[-1][:160]}" for key, reasons in failed.items()]
-    return lines
+    return lines + notes_and_failures(entries)
 
 
 def fastest(entries: Entries, work: str) -> tuple[str, dict[str, Any]] | None:

@@ -6,6 +6,7 @@
 #   bench/layouts.sh speed                    step time and memory of a model of Llama-3-8B's widths
 #   bench/layouts.sh curves                   50 steps of real text in bf16, against one GPU and its noise
 #   bench/layouts.sh long                     a 1B model at 131072 tokens
+#   bench/layouts.sh curves --share-gpu       on a machine of one GPU: losses and memory of each rank, no speed
 #   bench/layouts.sh curves --minutes 9       whatever bench/layouts.py takes
 #   bench/layouts.sh speed curves long --tiny --results /tmp/layouts --work /tmp/layouts
 set -euo pipefail

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import jobs
 
 PARTS = ("speed", "curves", "long")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One start of `paceline`. ``estimate``: seconds from start to end on H200s, the first compilation not included."""
+class Job(jobs.Job):
+    """One start of `paceline`. ``estimate``: the first compilation not included."""
 
-    part: str
-    name: str
-    recipe: str
-    processes: int
-    sets: tuple[str, ...]
-    estimate: float
-    title: str = ""
     kind: str = "layout"
     """In `curves`: reference, rounding, seed or layout."""
     model: str = "dense"
-
-    @property
-    def key(self) -> str:
-        return f"{self.part}/{self.name}"
 
     @property
     def compiled(self) -> bool:
@@ -111,6 +102,8 @@ def _speed_job(name: str, title: str, layout: Layout | None, processes: int, *, 
         processes=processes,
         sets=(*sets, f"parallel.compile={str(compiled).lower()}"),
         estimate=45 if processes == 2 else 55,
+        warm_up=3,
+        steps=6,
         model=model,
     )
 
@@ -237,9 +230,17 @@ def long_jobs() -> list[Job]:
             processes=2,
             sets=(*_LONG, *_LONG_LENGTH, f"parallel.cp_method={method}", f"parallel.recompute={recompute}"),
             estimate=80,
+            warm_up=2,
+            steps=4,
+            fits_shared=recompute == "full",  # 79 GiB a rank with selective
         )
 
-    return [job("ring", "selective", "ring"), job("ulysses", "selective", "Ulysses"), job("ring", "none", "ring")]
+    methods = (("ring", "ring"), ("ulysses", "Ulysses"))
+    return [
+        *(job(method, "selective", title) for method, title in methods),
+        job("ring", "none", "ring"),
+        *(job(method, "full", title) for method, title in methods),
+    ]
 
 
 def jobs_of(part: str) -> list[Job]:
@@ -254,14 +255,4 @@ def tiny(job: Job) -> Job:
         sets = (*sets, "model.moe.ffn_size=32")
     if job.part == "long":
         sets = (*sets, "train.seq_len=256")
-    return Job(
-        part=job.part,
-        name=job.name,
-        title=job.title,
-        recipe=job.recipe,
-        processes=job.processes,
-        sets=sets,
-        estimate=20,
-        kind=job.kind,
-        model=job.model,
-    )
+    return replace(job, sets=sets, estimate=20, warm_up=1, steps=1)

@@ -6,11 +6,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from results import SHARED, head, notes_and_failures
+
 Entries: TypeAlias = dict[str, dict[str, Any]]
+Curve: TypeAlias = Sequence[float | None]
+"""The loss of each step; None of one that was skipped."""
 
 WINDOW = 5
 """Steps of the running mean."""
 REFERENCE = {"dense": "one", "moe": "moe_one"}
+FIGURES = (
+    "step_seconds",
+    "step_seconds_min",
+    "step_seconds_max",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "fraction_of_gemm",
+    "sustained_gemm_tflops",
+    "peak_memory_gib",
+    "loss",
+)
+"""Of the record of `paceline bench`, what the page shows."""
+SHARED_TEXT = (
+    "Entries marked *shared* ran their two ranks on one GPU, each as if on a host of its own, and talked over sockets: "
+    "their step times mean nothing and are left out. Only their losses and the memory of each rank count."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,42 +47,43 @@ class Gap:
     """Difference of the last running means, with its sign."""
 
 
-def gap(losses: Sequence[float], reference: Sequence[float]) -> Gap:
+def gap(losses: Curve, reference: Curve) -> Gap | None:
+    """Over the steps that both have; None without any. A window of the running means without such a step is left out.
+
+    Raises:
+        ValueError: one has more steps than the other.
+    """
     if len(losses) != len(reference):
         raise ValueError(f"{len(losses)} steps beside {len(reference)}")
-    differences = [abs(one - other) for one, other in zip(losses, reference, strict=True)]
-    smooth = [one - other for one, other in zip(running_mean(losses), running_mean(reference), strict=True)]
+    each = [None if a is None or b is None else a - b for a, b in zip(losses, reference, strict=True)]
+    there = [abs(value) for value in each if value is not None]
+    if not there:
+        return None
+    smooth = running_mean(each)
     return Gap(
-        raw=max(differences),
-        raw_at=differences.index(max(differences)) + 1,
+        raw=max(there),
+        raw_at=1 + next(step for step, value in enumerate(each) if value is not None and abs(value) == max(there)),
         smooth=max(abs(value) for value in smooth),
-        mean=sum(differences) / len(differences),
+        mean=sum(there) / len(there),
         last=smooth[-1],
     )
 
 
-def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+def running_mean(values: Curve, window: int = WINDOW) -> list[float]:
+    """Of whole windows; of what is there in each."""
     window = min(window, len(values))
-    return [sum(values[end - window : end]) / window for end in range(window, len(values) + 1)]
+    ends = range(window, len(values) + 1)
+    windows = ([value for value in values[end - window : end] if value is not None] for end in ends)
+    return [sum(there) / len(there) for there in windows if there]
 
 
 def page(data: dict[str, Any]) -> list[str]:
     entries: Entries = data["entries"]
-    lines = ["# Every parallelism on two GPUs", ""]
-    if data.get("tiny"):
-        lines += ["**A dry run of tiny models on CPUs: no figure below means anything.**", ""]
-    if "versions" in data:
-        versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-        lines += [f"{data['devices']}; {versions}. Command: `{data['command']}`; each entry's own is in the JSON.", ""]
+    lines = head("Every parallelism on two GPUs", data)
+    if any(entry.get(SHARED) for entry in entries.values()):
+        lines += [SHARED_TEXT, ""]
     lines += [*speed(of_part(entries, "speed")), *curves(of_part(entries, "curves")), *long(of_part(entries, "long"))]
-    notes = [f"- `{key}`: {entry['note']}" for key, entry in entries.items() if "note" in entry]
-    if notes:
-        lines += ["", "## Notes", "", *notes]
-    failed = {key: entry["failed"] for key, entry in entries.items() if "failed" in entry}
-    if failed:
-        lines += ["", "## Failed", ""]
-        lines += [f"- `{key}`: {reasons[0]}; {reasons[-1][:160]}" for key, reasons in failed.items()]
-    return lines
+    return lines + notes_and_failures(entries)
 
 
 def of_part(entries: Entries, part: str) -> Entries:
@@ -116,26 +137,35 @@ def _speed_rows(done: Entries, names: Sequence[str]) -> Iterator[str]:
     yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name in names:
         entry, bench = done[name], done[name]["bench"]
+        times = "| shared |  |  |  |  "
+        if not entry.get(SHARED):
+            times = (
+                f"| {bench['step_seconds']:.3f} "
+                f"| {bench['tokens_per_second_per_gpu']:,.0f} | {bench['tflops_per_gpu']:.0f} "
+                f"| {bench['fraction_of_gemm']:.3f} of {bench['sustained_gemm_tflops']:.0f} | {_scaling(done, name)} "
+            )
         yield (
-            f"| {entry['title'].removesuffix(', not compiled')} | {entry['processes']} "
-            f"| {'yes' if entry['compiled'] else 'no'} | {bench['step_seconds']:.3f} "
-            f"| {bench['tokens_per_second_per_gpu']:,.0f} | {bench['tflops_per_gpu']:.0f} "
-            f"| {bench['fraction_of_gemm']:.3f} of {bench['sustained_gemm_tflops']:.0f} | {_scaling(done, name)} "
-            f"| {bench['peak_memory_gib']:.1f} | {_loss(bench)} |"
+            f"| {entry['title'].removesuffix(', not compiled')} | {_gpus(entry)} "
+            f"| {'yes' if entry['compiled'] else 'no'} {times}| {bench['peak_memory_gib']:.1f} "
+            f"| {loss_text(bench['loss'])} |"
         )
+
+
+def _gpus(entry: dict[str, Any]) -> str:
+    return f"{entry['processes']} ranks on 1" if entry.get(SHARED) else str(entry["processes"])
 
 
 def _scaling(done: Entries, name: str) -> str:
     entry = done[name]
     alone = "moe_one" if entry["model"] == "moe" else "one" if entry["compiled"] else "one_eager"
-    if alone not in done or name == alone:
+    if alone not in done or name == alone or done[alone].get(SHARED):
         return ""
     speeds = [done[each]["bench"]["tokens_per_second_per_gpu"] for each in (name, alone)]
     return f"{speeds[0] / speeds[1]:.3f}"
 
 
-def _loss(bench: dict[str, Any]) -> str:
-    return "" if bench["loss"] is None else f"{bench['loss']:.4f}"
+def loss_text(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
 
 
 # ---- curves
@@ -165,7 +195,8 @@ def curves(entries: Entries) -> list[str]:
 
 def _curve_rows(done: Entries, model: str) -> Iterator[str]:
     reference = done[REFERENCE[model]]["losses"]
-    yield f"{'Dense' if model == 'dense' else 'With 8 experts, top-2'}: loss {reference[0]:.4f} to {reference[-1]:.4f}."
+    title = "Dense" if model == "dense" else "With 8 experts, top-2"
+    yield f"{title}: loss {loss_text(reference[0])} to {loss_text(reference[-1])}."
     yield ""
     yield "| run | largest | at step | largest, smoothed | mean | last, smoothed | of the rounding band (smoothed) |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -183,16 +214,25 @@ def _curve_rows(done: Entries, model: str) -> Iterator[str]:
             yield f"| **band: {title}** ({len(found[kind])} runs) | **{both[0]:.4f}** | | **{both[1]:.4f}** | | | |"
     for gaps in found.values():
         for name, each in gaps.items():
+            title = done[name]["title"] + (" (shared)" if done[name].get(SHARED) else "")
+            if each is None:
+                yield f"| {title} | no step with a loss in both | | | | | |"
+                continue
             share = f"{each.raw / band[0]:.2f} ({each.smooth / band[1]:.2f})" if band and all(band) else ""
             yield (
-                f"| {done[name]['title']} | {each.raw:.4f} | {each.raw_at} | {each.smooth:.4f} | {each.mean:.4f} "
+                f"| {title} | {each.raw:.4f} | {each.raw_at} | {each.smooth:.4f} | {each.mean:.4f} "
                 f"| {each.last:+.4f} | {share} |"
             )
+    skipped = {name: done[name]["losses"].count(None) for name in done if done[name]["model"] == model}
+    if any(skipped.values()):
+        said = ", ".join(f"{name} {number}" for name, number in skipped.items() if number)
+        yield ""
+        yield f"Steps skipped because something was not finite, left out of every difference: {said}."
 
 
-def band_of(gaps: Iterable[Gap]) -> tuple[float, float] | None:
+def band_of(gaps: Iterable[Gap | None]) -> tuple[float, float] | None:
     """The largest difference, raw and smoothed; None without runs."""
-    each = list(gaps)
+    each = [item for item in gaps if item is not None]
     return (max(item.raw for item in each), max(item.smooth for item in each)) if each else None
 
 
@@ -215,11 +255,12 @@ def long(entries: Entries) -> list[str]:
     ]
     for entry in done.values():
         bench = entry["bench"]
-        lines.append(
-            f"| {entry['title']} | {bench['step_seconds']:.2f} "
-            f"| {bench['step_seconds_min']:.2f} to {bench['step_seconds_max']:.2f} "
-            f"| {bench['tokens_per_second_per_gpu']:,.0f} | {bench['tflops_per_gpu']:.0f} "
-            f"| {bench['fraction_of_gemm']:.3f} of {bench['sustained_gemm_tflops']:.0f} "
-            f"| {bench['peak_memory_gib']:.1f} | {_loss(bench)} |"
-        )
+        times = "| shared |  |  |  |  "
+        if not entry.get(SHARED):
+            times = (
+                f"| {bench['step_seconds']:.2f} | {bench['step_seconds_min']:.2f} to {bench['step_seconds_max']:.2f} "
+                f"| {bench['tokens_per_second_per_gpu']:,.0f} | {bench['tflops_per_gpu']:.0f} "
+                f"| {bench['fraction_of_gemm']:.3f} of {bench['sustained_gemm_tflops']:.0f} "
+            )
+        lines.append(f"| {entry['title']} {times}| {bench['peak_memory_gib']:.1f} | {loss_text(bench['loss'])} |")
     return lines

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,7 +29,9 @@ import dense_jobs  # noqa: E402
 import dense_ladder  # noqa: E402
 import dense_report  # noqa: E402
 import dense_results  # noqa: E402
+import runner  # noqa: E402
 from dense_jobs import Job  # noqa: E402
+from runner import main  # noqa: E402
 
 CARD_BYTES = 141e9
 
@@ -112,8 +115,7 @@ class Scripted:
         self.results, self.work = tmp_path / "results", tmp_path / "work"
         self.scripts: dict[str, str] = {}
         self.started: list[str] = []
-        monkeypatch.setattr(dense, "command_of", self.command)
-        monkeypatch.setattr(dense, "machine", lambda: ({"devices": "2 x test", "versions": {"torch": "0"}}, 2))
+        monkeypatch.setattr(runner, "machine", lambda: ({"devices": "2 x test", "versions": {"torch": "0"}}, 2))
         self.monkeypatch = monkeypatch
 
     def command(self, job: Job, folder: Path) -> list[str]:
@@ -124,7 +126,7 @@ class Scripted:
         self.started = []
         line = ["dense.py", *arguments, "--tiny", "--results", str(self.results), "--work", str(self.work)]
         self.monkeypatch.setattr(sys, "argv", line)
-        dense.main()
+        main(replace(dense.BENCH, command_of=self.command), "")
         found: dict[str, Any] = json.loads((self.results / "dense.json").read_text())
         return found
 
@@ -204,18 +206,18 @@ run = pathlib.Path(sys.argv[1]) / "run"; run.mkdir()
 
 def test_one_small_bench_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["dense.py", "dense", "--only", "1b_bf16", "--tiny", "--results", str(tmp_path), "--work", str(tmp_path)]
-    monkeypatch.setattr(dense, "machine", lambda: ({}, 0))
+    monkeypatch.setattr(runner, "machine", lambda: ({}, 0))
     monkeypatch.setattr(sys, "argv", line)
-    dense.main()
+    main(dense.BENCH, "")
     entry = json.loads((tmp_path / "dense.json").read_text())["entries"]["dense/1b_bf16"]
     assert entry["bench"]["steps"] == 1 and entry["bench"]["loss"] > 0, entry.get("failed")
 
 
 def test_ceilings_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["dense.py", "ceilings", "--tiny", "--results", str(tmp_path), "--work", str(tmp_path)]
-    monkeypatch.setattr(dense, "machine", lambda: ({}, 0))
+    monkeypatch.setattr(runner, "machine", lambda: ({}, 0))
     monkeypatch.setattr(sys, "argv", line)
-    dense.main()
+    main(dense.BENCH, "")
     entry = json.loads((tmp_path / "dense.json").read_text())["entries"]["ceilings/models"]
     found = entry["ceilings"]["models"]["llama3_8b"]
     # queries, keys, values, output; gate, up, down; the head
@@ -243,9 +245,11 @@ def test_a_skipped_step_stays_in_its_curve_without_a_loss(tmp_path: Path) -> Non
     assert entry["curve"]["steps"] == 6
     assert [each["loss"] for each in curve] == [9.12346, None, None, 9.0, 8.5, 8.0]
     assert curve[1] == {"step": 2, "loss": None, "grad_norm": None}
-    results = dense_results.Results(tmp_path / "results")
+    results = dense_results.DenseResults(tmp_path / "results")
     results.put(curve_job(), {"title": "", "kind": "curve", "work": "", **entry}, curve)
-    assert dense_results.Results(tmp_path / "results").read_curves() == {"fast": [9.12346, None, None, 9.0, 8.5, 8.0]}
+    assert dense_results.DenseResults(tmp_path / "results").read_curves() == {
+        "fast": [9.12346, None, None, 9.0, 8.5, 8.0]
+    }
     results.draw()
     assert results.picture.read_text().count("<polyline") == 1
 
@@ -291,10 +295,10 @@ def test_tiny_results_and_real_ones_are_kept_apart(
 
 def refused(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     """The exit code of a call that must not measure anything."""
-    monkeypatch.setattr(dense, "run", None)
+    monkeypatch.setattr(runner, "run", None)
     monkeypatch.setattr(sys, "argv", ["dense.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        dense.main()
+        main(dense.BENCH, "")
     return stopped.value.code
 
 
@@ -351,7 +355,7 @@ def test_a_damaged_curve_is_named(
 
 
 def test_a_write_that_is_cut_off_leaves_the_old_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = dense_results.Results(tmp_path)
+    results = dense_results.DenseResults(tmp_path)
     entry = {"title": "", "kind": "curve", "work": "", "curve": {"steps": 1}}
     results.put(curve_job(), entry, [{"step": 1, "loss": 9.0}])
 
@@ -363,7 +367,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_curve(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "write_text", cut_off)
     with pytest.raises(OSError, match="no space"):
         results.put(curve_job(), entry, [{"step": 1, "loss": 8.0}])
-    assert dense_results.Results(tmp_path).read_curves() == {"fast": [9.0]}
+    assert dense_results.DenseResults(tmp_path).read_curves() == {"fast": [9.0]}
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
@@ -372,10 +376,9 @@ def test_a_call_that_is_asked_to_end_stops_its_jobs(number: signal.Signals, tmp_
     sleeping = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(60)"
     call = f"""
 import sys; sys.path.insert(0, "bench")
-import dense
-dense.command_of = lambda job, folder: ["-c", {sleeping!r}]
-dense.machine = lambda: ({{}}, 0)
-dense.main()
+import dataclasses, dense, runner
+runner.machine = lambda: ({{}}, 0)
+runner.main(dataclasses.replace(dense.BENCH, command_of=lambda job, folder: ["-c", {sleeping!r}]), "")
 """
     arguments = ["ladder", "--only", "naive", "--tiny", "--results", str(tmp_path), "--work", str(tmp_path / "work")]
     # as a terminal does, also where whatever runs the tests ignores it
@@ -399,7 +402,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     terminate = signal.getsignal(signal.SIGTERM)
     try:
-        with dense.ending_on_signals():
+        with runner.ending_on_signals():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) != terminate
         assert signal.getsignal(signal.SIGTERM) == terminate
@@ -410,9 +413,9 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
 def test_small_figures_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     job = dense_jobs.ladder_jobs()[0]
     small = record(tflops_per_gpu=0.000412, sustained_gemm_tflops=0.02761, fraction_of_gemm=0.0149, loss=6.238412)
-    dense.tell(job, {"bench": small, "seconds": 7.0})
+    runner.tell(dense.BENCH, job, {"bench": small, "seconds": 7.0})
     assert "0.00041 TFLOP/s = 0.015 of 0.028, 100.0 GiB, loss 6.2384 (7 s)" in capsys.readouterr().out
-    dense.tell(job, {"bench": record(tflops_per_gpu=557.3, loss=None), "seconds": 7.0})
+    runner.tell(dense.BENCH, job, {"bench": record(tflops_per_gpu=557.3, loss=None), "seconds": 7.0})
     assert "557 TFLOP/s = 0.500 of 660, 100.0 GiB, loss none" in capsys.readouterr().out
     page = "\n".join(
         dense_ladder.ladder_page({"entries": {"ladder/naive": bench_entry("", 1.0, tflops_per_gpu=0.0004)}})

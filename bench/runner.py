@@ -1,0 +1,307 @@
+"""Runs the jobs of a bench: what is to be done, in which order, on which GPUs, and what came out.
+
+Every bench has the same command line; see the docstring of each. An entry is one start in processes of its own, so that
+one that fails or hangs takes no other with it. It is written the moment it ends, failed ones with their last lines;
+those are tried again, after everything that was never tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from jobs import Job
+from ranks import Ranks, sharing_one_gpu
+from results import OWN, SHARED, DamagedFileError, Results
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+LAST_LINES, LINE = 12, 300
+"""Of the log of what failed; characters of each."""
+LONGEST = 520
+"""Seconds after which a job is stopped, whatever its estimate."""
+SHARED_TIMES = 3.0
+"""How much longer a job may take whose ranks share a GPU and talk over sockets."""
+
+Found: TypeAlias = tuple[dict[str, Any], list[dict[str, Any]]]
+"""What belongs in the entry, and the curve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What one bench has of its own. ``Any`` stands for its kind of `Job`."""
+
+    name: str
+    parts: tuple[str, ...]
+    jobs_of: Callable[[str], Sequence[Any]]
+    tiny: Callable[[Any], Any]
+    """The same with a model that a CPU trains in seconds."""
+    results: Callable[[Path], Results]
+    command_of: Callable[[Any, Path], list[str]]
+    """Arguments of Python for a job that leaves what it finds in a folder."""
+    found_in: Callable[[Any, Path], Found]
+    """What it left there; OSError, LookupError, TypeError or ValueError where that is nothing usable."""
+    about: Callable[[Any], dict[str, Any]]
+    """What an entry says of its job beside title, kind and processes."""
+    said: Callable[[Any, dict[str, Any]], str]
+    """An entry that did not fail, in a line."""
+    side_by_side: Callable[[Any], bool] = lambda job: job.kind == "curve"
+    """Whether a job runs beside others; what measures speed has the machine to itself."""
+    may_share_gpu: bool = False
+    """Whether its page knows of ranks that shared a GPU."""
+
+
+class Running:
+    """A job that has been started."""
+
+    def __init__(self, bench: Bench, job: Job, options: argparse.Namespace, gpu: str) -> None:
+        self.bench, self.job, self.began = bench, job, time.monotonic()
+        self.shared = is_shared(job, options)
+        self.folder = options.work / job.key
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.limit = 600 if options.tiny else min(2 * seconds_of(job, options) + 60, LONGEST)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+        environment.setdefault(CACHE, str((options.work / "compiled").resolve()))
+        if options.tiny:
+            environment |= {"OMP_NUM_THREADS": "1"}
+        self.cache_was_empty = not any(Path(environment[CACHE]).glob("*"))
+        self.arguments = bench.command_of(job, self.folder)
+        environments = [environment]
+        if self.shared:
+            self.arguments = [item for item in self.arguments if not item.startswith("--nproc=")]
+            environments = sharing_one_gpu(environment, job.processes)
+        self.ranks = Ranks(self.arguments, environments, self.folder / "log")
+
+    def poll(self) -> Found | None:
+        """The entry and its curve, once it has ended or was out of time."""
+        code = self.ranks.poll()
+        seconds = time.monotonic() - self.began
+        reason = "" if code == 0 else f"exit code {code}"
+        if code is None:
+            if seconds < self.limit:
+                return None
+            reason = f"stopped after {seconds:.0f} s"
+            self.stop()
+        entry: dict[str, Any] = {
+            "title": self.job.title,
+            "kind": self.job.kind,
+            "processes": self.job.processes,
+            **self.bench.about(self.job),
+            **({SHARED: True} if self.shared else {}),
+            "command": "python " + shlex.join(self.without_paths()),
+            "seconds": round(seconds, 1),
+            "compiled_before": not self.cache_was_empty,
+        }
+        records: list[dict[str, Any]] = []
+        try:
+            # also of one that did not end well: it may have all it was started for
+            found, records = self.bench.found_in(self.job, self.folder)
+            entry |= found
+            if reason:
+                entry["note"] = f"measured, then {reason}"
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            log = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+            lines = [line[:LINE] for line in log.splitlines() if line.strip()]
+            entry["failed"] = [reason or f"no result: {error!r}", *lines[-LAST_LINES:]]
+        # one of the 8B takes 100 GB
+        shutil.rmtree(self.folder / "run" / "checkpoints", ignore_errors=True)
+        return entry, records
+
+    def without_paths(self) -> list[str]:
+        return [item for item in self.arguments if not item.startswith(("--out=", "--set=run.dir="))]
+
+    def stop(self) -> None:
+        self.ranks.stop()
+
+
+def is_shared(job: Job, options: argparse.Namespace) -> bool:
+    return bool(options.share_gpu) and job.processes > 1
+
+
+def gpus_of(job: Job, options: argparse.Namespace) -> int:
+    return 1 if is_shared(job, options) else job.processes
+
+
+def seconds_of(job: Job, options: argparse.Namespace) -> float:
+    return job.estimate * (SHARED_TIMES if is_shared(job, options) and not options.tiny else 1.0)
+
+
+def run(bench: Bench, jobs: Sequence[Job], results: Results, options: argparse.Namespace, gpus: int) -> None:
+    """Jobs run side by side where they may, each on GPUs of its own; the others one after the other."""
+    end = time.monotonic() + 60 * options.minutes
+    waiting = list(jobs)
+    running: dict[Running, set[str]] = {}
+    free = {str(index) for index in range(max(gpus, 2 if options.tiny else 1))}
+    with ending_on_signals():
+        try:
+            while waiting or running:
+                for each in list(running):
+                    if (done := each.poll()) is not None:
+                        free |= running.pop(each)
+                        results.put(each.job, *done)
+                        tell(bench, each.job, done[0])
+                # first come, first served: a job that needs all GPUs is not overtaken for ever
+                while waiting and (wanted := needed(bench, waiting[0], free, options, alone=not running)) is not None:
+                    job = waiting.pop(0)
+                    if time.monotonic() + seconds_of(job, options) > end:
+                        left = f"{job.key}: left for the next call, {seconds_of(job, options):.0f} s would not fit"
+                        print(left, flush=True)
+                        continue
+                    gpu = "" if options.tiny else ",".join(sorted(wanted)[: gpus_of(job, options)])
+                    free -= wanted
+                    running[Running(bench, job, options, gpu)] = wanted
+                time.sleep(0.2)
+        finally:
+            for each in running:
+                each.stop()
+
+
+def needed(bench: Bench, job: Job, free: set[str], options: argparse.Namespace, *, alone: bool) -> set[str] | None:
+    """The GPUs that a job keeps from others; None if it has to wait."""
+    if bench.side_by_side(job) or is_shared(job, options):
+        number = gpus_of(job, options)
+        return set(sorted(free)[:number]) if number <= len(free) else None
+    return set(free) if alone else None
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal's SIGHUP end the call by `SystemExit`, so that nothing is left on the GPUs."""
+
+    def end(number: int, frame: object) -> None:
+        # a terminal that closes sends more than one: the next must not cut off the stopping of jobs
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for each, handler in before.items():
+            if handler != signal.SIG_IGN:  # nohup
+                signal.signal(each, end)
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def tell(bench: Bench, job: Job, entry: dict[str, Any]) -> None:
+    if "failed" in entry:
+        said = "FAILED: " + " | ".join(entry["failed"][:1] + entry["failed"][-4:])
+    else:
+        said = bench.said(job, entry)
+    print(f"{job.key}: {said} ({entry['seconds']:.0f} s)", flush=True)
+
+
+def machine() -> tuple[dict[str, Any], int]:
+    """What it runs on, and how many GPUs there are; asked in a process of its own, which leaves nothing on a GPU."""
+    code = (
+        "import json, torch; from paceline.runtime.device import device_name, versions; n = torch.cuda.device_count();"
+        "d = torch.device('cuda', 0) if n else torch.device('cpu');"
+        "print(json.dumps([{'devices': f'{n or 2} x {device_name(d)}', 'versions': versions()}, n]))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    found, gpus = json.loads(printed.splitlines()[-1])
+    return {**found, "host": platform.platform(terse=True)}, gpus
+
+
+def chosen(bench: Bench, options: argparse.Namespace) -> list[Job]:
+    """In the order asked for; an entry that is in two parts comes once."""
+    jobs = {job.key: job for part in options.parts if part in bench.parts for job in bench.jobs_of(part)}
+    found = [job for job in jobs.values() if not options.only or job.name in options.only]
+    return [bench.tiny(job) for job in found] if options.tiny else found
+
+
+def unknown_names(bench: Bench, options: argparse.Namespace) -> str:
+    """What is wrong with --only, for the user; "" if nothing is."""
+    known = {part: [job.name for job in bench.jobs_of(part)] for part in bench.parts}
+    names = list(dict.fromkeys(name for part in options.parts for name in known.get(part, ())))
+    said = []
+    for name in options.only:
+        if name not in names:
+            elsewhere = [part for part in bench.parts if name in known[part]]
+            near = difflib.get_close_matches(name, names, cutoff=0.4) or names
+            said.append(
+                f"--only {name}: no such entry in {' '.join(options.parts)}"
+                + (f", but in {', '.join(elsewhere)}" if elsewhere else "")
+                + (f"; near it: {', '.join(near)}" if near else "")
+            )
+    return "; ".join(said)
+
+
+def parser_of(bench: Bench, description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=(*bench.parts, "report", "list"))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start nothing that would not end by then")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these entries alone")
+    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs; needs --results of its own")
+    parser.add_argument("--results", type=Path, help=f"folder of {bench.name}.{{json,md}}, {OWN} without it")
+    parser.add_argument("--work", type=Path, default=Path("runs") / bench.name, help="logs and run folders")
+    parser.set_defaults(share_gpu=False)
+    if bench.may_share_gpu:
+        parser.add_argument(
+            "--share-gpu", action="store_true", help="all ranks of a job on one GPU: losses and memory, no speed"
+        )
+    return parser
+
+
+def main(bench: Bench, description: str | None) -> None:
+    parser = parser_of(bench, description)
+    options = parser.parse_args()
+    if "list" in options.parts:
+        for part in bench.parts:
+            for job in bench.jobs_of(part):
+                print(f"{job.key:28} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
+        return
+    if problem := unknown_names(bench, options):
+        parser.error(problem)
+    if options.tiny and (options.results is None or options.results.resolve() == OWN.resolve()):
+        parser.error(f"--tiny: its figures mean nothing and do not go to {OWN}: add --results with another folder")
+    try:
+        results = bench.results(options.results or OWN)
+        jobs = chosen(bench, options)
+        if jobs and results.entries and results.are_tiny != options.tiny:
+            held = "of --tiny" if results.are_tiny else "without --tiny"
+            parser.error(f"{results.path} holds results {held}: choose another --results, or move it away")
+        measure(bench, jobs, results, options)
+    except DamagedFileError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def measure(bench: Bench, jobs: Sequence[Job], results: Results, options: argparse.Namespace) -> None:
+    """What is to be done, and the pages; without jobs the pages alone."""
+    if jobs:
+        found, gpus = machine()
+        results.data |= {"tiny": options.tiny, **found}
+        todo = [job for job in jobs if options.again or not results.is_done(job, shared=options.share_gpu)]
+        # stable; what was never tried first, what failed last
+        todo.sort(key=lambda job: (job.key in results.entries, "failed" in results.entries.get(job.key, {})))
+        if not options.tiny:
+            left_out = [job.key for job in todo if gpus_of(job, options) > gpus]
+            todo = [job for job in todo if gpus_of(job, options) <= gpus]
+            if left_out:
+                print(f"left out on {gpus} GPUs: {', '.join(left_out)}", flush=True)
+            too_large = [job.key for job in todo if is_shared(job, options) and not job.fits_shared]
+            todo = [job for job in todo if job.key not in too_large]
+            if too_large:
+                print(f"left out, their ranks do not fit one GPU together: {', '.join(too_large)}", flush=True)
+        run(bench, todo, results, options, gpus)
+    results.draw()
+    results.write()
+    print("\n".join(results.page()))
