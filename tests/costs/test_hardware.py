@@ -72,7 +72,7 @@ def test_more_than_all_is_an_error() -> None:
 
 
 def test_every_row_is_complete() -> None:
-    assert len(set(hardware_names())) == len(hardware_names()) == 22
+    assert len(set(hardware_names())) == len(hardware_names()) == 23
     for name in hardware_names():
         entry = find_hardware(name)
         assert entry is not None and entry.source and entry.patterns and entry.memory_gb > 0

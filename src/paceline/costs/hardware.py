@@ -34,6 +34,13 @@ class Hardware:
     fp32: float | None = None
     """Outside tensor cores: what torch does unless TF32 is allowed."""
     tf32: float | None = None
+    fp4: float | None = None
+    multiprocessors: int = 132
+    """SMs or CUs; tiles of a matrix product are dealt out to them."""
+    matmul_share: float = 0.8
+    """Of the bf16 peak, reached by the best large matrix product (MAMF of stas00/ml-engineering; 0.8 where it has
+    none)."""
+    fp8_matmul_share: float = 0.72
     patterns: tuple[str, ...]
     """Regular expressions for the whole name as CUDA or ROCm reports it. MIG slices, laptop parts and other boards of
     the same chip must not match: they have other peaks."""
@@ -63,36 +70,44 @@ _TABLE = (
     Hardware(
         name="V100 SXM 32", bf16=None, fp16=125, fp8=None, memory_gb=32, memory_tb_per_s=0.90, nvlink_gb_per_s=150,
         pcie_gb_per_s=16, fp32=15.7, patterns=(r"Tesla V100-SXM[23]-32GB(-LS)?",),
-        source=f"{_STAS}; fp32 and NVLink: {_MEMORY}",
+        multiprocessors=80, matmul_share=0.8, source=f"{_STAS}; fp32 and NVLink: {_MEMORY}",
     ),
     Hardware(
         name="A100 SXM 40", bf16=312, fp8=None, memory_gb=40, memory_tb_per_s=1.555, nvlink_gb_per_s=300,
         pcie_gb_per_s=31, fp32=19.5, tf32=156, patterns=(r"(NVIDIA )?A100-SXM4-40GB",),
-        source=f"{_STAS}; fp32 and TF32: NVIDIA's data sheet, {_MEMORY}",
+        multiprocessors=108, matmul_share=0.87, source=f"{_STAS}; fp32 and TF32: NVIDIA's data sheet, {_MEMORY}",
     ),
     Hardware(
         name="A100 SXM 80", bf16=312, fp8=None, memory_gb=80, memory_tb_per_s=2.0, nvlink_gb_per_s=300,
         pcie_gb_per_s=31, fp32=19.5, tf32=156, patterns=(r"(NVIDIA )?A100-SXM4-80GB",),
-        source=f"{_STAS}; fp32 and TF32: NVIDIA's data sheet, {_MEMORY}",
+        multiprocessors=108, matmul_share=0.87, source=f"{_STAS}; fp32 and TF32: NVIDIA's data sheet, {_MEMORY}",
     ),
     Hardware(
         name="A100 PCIe 80", bf16=312, fp8=None, memory_gb=80, memory_tb_per_s=1.94, nvlink_gb_per_s=300,
         pcie_gb_per_s=31, fp32=19.5, tf32=156, patterns=(r"NVIDIA A100 80GB PCIe",),
+        multiprocessors=108, matmul_share=0.81,
         source=f"{_STAS}; NVLink only to the bridged neighbour; fp32 and TF32: NVIDIA's data sheet, {_MEMORY}",
     ),
     Hardware(
         name="A800 SXM", bf16=312, fp8=None, memory_gb=80, memory_tb_per_s=2.0, nvlink_gb_per_s=200,
-        pcie_gb_per_s=31, patterns=(r"NVIDIA A800-SXM4-80GB",), source=_MEMORY,
+        pcie_gb_per_s=31, patterns=(r"NVIDIA A800-SXM4-80GB",), multiprocessors=108, matmul_share=0.87, source=_MEMORY,
     ),
     Hardware(
         name="H100 SXM", bf16=989, fp8=1979, memory_gb=80, memory_tb_per_s=3.35, nvlink_gb_per_s=450,
         pcie_gb_per_s=63, fp32=66.9, tf32=494.7, patterns=(r"NVIDIA H100 80GB HBM3", r"NVIDIA H100 SXM5?"),
-        source=f"{_STAS}; {_AIC}; {_HOPPER}",
+        matmul_share=0.80, fp8_matmul_share=0.71, source=f"{_STAS}; {_AIC}; {_HOPPER}",
     ),
     Hardware(
         name="H100 PCIe", bf16=756, fp8=1513, memory_gb=80, memory_tb_per_s=2.0, nvlink_gb_per_s=300,
         pcie_gb_per_s=63, fp32=51.2, patterns=(r"NVIDIA H100 PCIe",),
-        source=f"{_STAS}; NVLink only to the bridged neighbour; fp32: hmc-tech.com",
+        multiprocessors=114, source=f"{_STAS}; NVLink only to the bridged neighbour; fp32: hmc-tech.com",
+    ),
+    Hardware(
+        name="H100 SXM 96", bf16=989, fp8=1979, memory_gb=96, memory_tb_per_s=2.4, nvlink_gb_per_s=450,
+        pcie_gb_per_s=63, fp32=66.9, tf32=494.7, patterns=(r"NVIDIA H100 96GB HBM2e",), matmul_share=0.72,
+        fp8_matmul_share=0.62,
+        source=f"{_STAS}; the part of torchtitan's tables, at 500 W: its shares of the peak are guessed "
+        f"from the power; {_MEMORY}",
     ),
     Hardware(
         name="H800 SXM", bf16=989, fp8=1979, memory_gb=80, memory_tb_per_s=3.35, nvlink_gb_per_s=200,
@@ -100,63 +115,76 @@ _TABLE = (
     ),
     Hardware(
         name="H20", bf16=148, fp8=296, memory_gb=96, memory_tb_per_s=4.0, nvlink_gb_per_s=450, pcie_gb_per_s=63,
-        patterns=(r"NVIDIA H20",), source=f"Hugging Face hardware page (bf16, memory); rest: {_MEMORY}",
+        patterns=(r"NVIDIA H20",), multiprocessors=78,
+        source=f"Hugging Face hardware page (bf16, memory); rest: {_MEMORY}",
     ),
     Hardware(
         name="H200 SXM", bf16=989, fp8=1979, memory_gb=141, memory_tb_per_s=4.8, nvlink_gb_per_s=450,
         pcie_gb_per_s=63, fp32=66.9, tf32=494.7, patterns=(r"NVIDIA H200",),
-        source=f"{_STAS}; {_AIC}; {_HOPPER}",
+        matmul_share=0.80, fp8_matmul_share=0.73, source=f"{_STAS}; {_AIC}; {_HOPPER}",
     ),
     Hardware(
         name="GH200 96", bf16=989, fp8=1979, memory_gb=96, memory_tb_per_s=4.0, nvlink_gb_per_s=450,
         pcie_gb_per_s=None, fp32=66.9, tf32=494.7, patterns=(r"NVIDIA GH200 (480GB|120GB|96GB HBM3)",),
-        source=f"{_STAS}; {_HOPPER}",
+        matmul_share=0.84, source=f"{_STAS}; {_HOPPER}",
     ),
     Hardware(
         name="GH200 141", bf16=989, fp8=1979, memory_gb=141, memory_tb_per_s=4.8, nvlink_gb_per_s=450,
         pcie_gb_per_s=None, fp32=66.9, tf32=494.7, patterns=(r"NVIDIA GH200 (144G|141GB) HBM3e",),
-        source=f"{_STAS}; {_HOPPER}",
+        matmul_share=0.84, source=f"{_STAS}; {_HOPPER}",
     ),
     Hardware(
         name="B200 SXM", bf16=2250, fp8=4500, memory_gb=180, memory_tb_per_s=8.0, nvlink_gb_per_s=900,
-        pcie_gb_per_s=63, patterns=(r"NVIDIA B200",), source=f"{_STAS}; {_AIC}",
+        pcie_gb_per_s=63, patterns=(r"NVIDIA B200",),
+        fp4=9000, multiprocessors=148, matmul_share=0.78, fp8_matmul_share=0.76,
+        source=f"{_STAS}; {_AIC}",
     ),
     Hardware(
         name="B300 SXM", bf16=2250, fp8=4500, memory_gb=288, memory_tb_per_s=8.0, nvlink_gb_per_s=900,
-        pcie_gb_per_s=63, patterns=(r"NVIDIA B300( SXM6)?( AC)?",), source=_STAS,
+        pcie_gb_per_s=63, patterns=(r"NVIDIA B300( SXM6)?( AC)?",),
+        fp4=13500, multiprocessors=148, matmul_share=0.79, fp8_matmul_share=0.76,
+        source=_STAS,
     ),
     Hardware(
         name="GB200", bf16=2500, fp8=5000, memory_gb=186, memory_tb_per_s=8.0, nvlink_gb_per_s=900,
-        pcie_gb_per_s=None, patterns=(r"NVIDIA GB200",), source=f"{_STAS}; {_AIC}",
+        pcie_gb_per_s=None, patterns=(r"NVIDIA GB200",),
+        fp4=10000, multiprocessors=148, matmul_share=0.73, fp8_matmul_share=0.72,
+        source=f"{_STAS}; {_AIC}",
     ),
     Hardware(
         name="GB300", bf16=2500, fp8=5000, memory_gb=288, memory_tb_per_s=8.0, nvlink_gb_per_s=900,
-        pcie_gb_per_s=None, patterns=(r"NVIDIA GB300",), source=f"{_STAS}; rest: {_MEMORY}",
+        pcie_gb_per_s=None, patterns=(r"NVIDIA GB300",),
+        fp4=15000, multiprocessors=148, matmul_share=0.73, fp8_matmul_share=0.72,
+        source=f"{_STAS}; rest: {_MEMORY}",
     ),
     Hardware(
         name="L40S", bf16=362, fp8=733, memory_gb=48, memory_tb_per_s=0.864, nvlink_gb_per_s=None, pcie_gb_per_s=31,
-        memory_share=0.925, patterns=(r"NVIDIA L40S",), source=f"{_STAS}; {_AIC}",
+        memory_share=0.925, patterns=(r"NVIDIA L40S",), multiprocessors=142, source=f"{_STAS}; {_AIC}",
     ),
     Hardware(
         name="RTX 4090", bf16=165.2, fp8=330, memory_gb=24, memory_tb_per_s=1.008, nvlink_gb_per_s=None,
-        pcie_gb_per_s=31, patterns=(r"NVIDIA GeForce RTX 4090",), source="waredb and hmc-tech.com; fp32 accumulation",
+        pcie_gb_per_s=31, patterns=(r"NVIDIA GeForce RTX 4090",), multiprocessors=128,
+        source="waredb and hmc-tech.com; fp32 accumulation",
     ),
     Hardware(
         name="RTX 5090", bf16=209.5, fp8=419, memory_gb=32, memory_tb_per_s=1.792, nvlink_gb_per_s=None,
         pcie_gb_per_s=63, patterns=(r"NVIDIA GeForce RTX 5090",),
-        source=f"spheron and pocketmags (memory); peaks with fp32 accumulation: {_MEMORY}",
+        multiprocessors=170, source=f"spheron and pocketmags (memory); peaks with fp32 accumulation: {_MEMORY}",
     ),
     Hardware(
         name="MI300X", bf16=1307, fp8=2610, memory_gb=192, memory_tb_per_s=5.3, nvlink_gb_per_s=448,
-        pcie_gb_per_s=63, patterns=(r"AMD Instinct MI300X( OAM)?",), source=f"{_STAS}; xGMI: {_MEMORY}",
+        pcie_gb_per_s=63, patterns=(r"AMD Instinct MI300X( OAM)?",), multiprocessors=304, matmul_share=0.51,
+        source=f"{_STAS}; xGMI: {_MEMORY}",
     ),
     Hardware(
         name="MI325X", bf16=1300, fp8=2610, memory_gb=256, memory_tb_per_s=6.0, nvlink_gb_per_s=448,
-        pcie_gb_per_s=63, patterns=(r"AMD Instinct MI325X( OAM)?",), source=f"{_STAS}; xGMI: {_MEMORY}",
+        pcie_gb_per_s=63, patterns=(r"AMD Instinct MI325X( OAM)?",), multiprocessors=304, matmul_share=0.60,
+        source=f"{_STAS}; xGMI: {_MEMORY}",
     ),
     Hardware(
         name="MI355X", bf16=2500, fp8=5000, memory_gb=288, memory_tb_per_s=8.0, nvlink_gb_per_s=538,
-        pcie_gb_per_s=63, patterns=(r"AMD Instinct MI355X( OAM)?",), source=f"{_STAS}; xGMI: {_MEMORY}",
+        pcie_gb_per_s=63, patterns=(r"AMD Instinct MI355X( OAM)?",), multiprocessors=256, matmul_share=0.63,
+        source=f"{_STAS}; xGMI: {_MEMORY}",
     ),
 )  # fmt: skip
 

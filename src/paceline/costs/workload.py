@@ -50,6 +50,8 @@ class Workload:
     cp_method: Literal["ring", "ulysses"] = "ring"
     sequence_parallel: bool = True
     """With tp: the residual stream is cut along the sequence."""
+    scattered_sends: bool = True
+    """Ranks of tp that hold the same activations send a part each between stages, and gather them there."""
 
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ()
@@ -136,7 +138,7 @@ class Workload:
         """Why nobody can run this on so many GPUs; empty if it can be run."""
         if gpus % self.model_ranks:
             return f"tp {self.tp} x pp {self.pp} x cp {self.cp} does not divide {gpus} GPUs"
-        if self.stages > self.model.num_layers:
+        if self.stages > self.model.num_layers + 2:  # some count embedding and head as layers
             return f"{self.model.num_layers} layers cannot be cut into {self.stages} stages"
         if self.global_batch_size % (self.dp(gpus) * self.micro_batch_size):
             return (

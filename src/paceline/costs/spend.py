@@ -1,0 +1,150 @@
+"""Where does a step go? A demand divided by a profile's efficiencies, laid on a timeline.
+
+The arithmetic works on floats and, for fits, on arrays over thousands of layouts alike.
+
+Stages of a pipeline run m micro-batches; the slowest one decides, and every other is passed once on the way in and out:
+T = m t_max + (sum of all stages - t_max) / v for v runs of layers a rank (the lists of `costs/pipeline.py`, simulated,
+give the same; tests/costs/test_spend.py). With one stage that is m t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.costs.demand import Demand
+from paceline.costs.profiles import Profile
+
+Number = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """A layer's forward or backward."""
+
+    gemm: Number
+    attention: Number
+    memory: Number
+    again: Number
+    tp: Number
+    cp: Number
+    ep: Number
+    launch: Number
+    """What the host takes longer than the device."""
+
+    @property
+    def device(self) -> Number:
+        return self.gemm + self.attention + self.memory + self.again + self.tp + self.cp + self.ep
+
+    @property
+    def total(self) -> Number:
+        return self.device + self.launch
+
+
+def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
+    tp_once = d.tp_fast / p.nvlink_efficiency + d.tp_node / p.network_efficiency + d.tp_calls * p.call_us * 1e-6
+    tp_once = tp_once * (1 - p.tensor_overlap)
+    ep_once = d.ep_fast / p.nvlink_efficiency + d.ep_node / p.network_efficiency + d.ep_calls * p.call_us * 1e-6
+    ep_once = ep_once * (1 - p.expert_overlap)
+    cp_once = d.cp_fast / p.nvlink_efficiency + d.cp_node / p.network_efficiency
+    host = d.launches * p.launch_us * 1e-6 + (d.tp_calls + d.ep_calls) * p.call_launch_us * 1e-6
+    attention = d.attention_forward / p.attention_efficiency
+    forward = _pass(
+        gemm=d.gemm_forward / p.gemm_efficiency,
+        attention=attention + d.scores_forward / p.score_efficiency,
+        memory=d.memory_forward / p.hbm_efficiency + d.cast_forward / p.cast_efficiency,
+        again=0.0 * attention,
+        tp=tp_once,
+        cp=np.maximum(cp_once - p.ring_overlap * attention, 0.1 * cp_once),
+        ep=ep_once,
+        host=host,
+    )
+    again = (
+        d.gemm_again / p.gemm_efficiency
+        + d.attention_again / p.attention_efficiency
+        + d.memory_again / p.hbm_efficiency
+    )
+    attention = d.attention_backward / p.attention_efficiency
+    backward = _pass(
+        gemm=d.gemm_backward / p.gemm_efficiency,
+        attention=attention + d.scores_backward / p.score_efficiency,
+        memory=d.memory_backward / p.hbm_efficiency + d.cast_backward / p.cast_efficiency,
+        again=again,
+        tp=tp_once * (1 + d.communication_again),
+        cp=np.maximum(2 * cp_once - p.ring_overlap * attention, 0.1 * cp_once),
+        ep=ep_once * (1 + d.communication_again),
+        host=host * (1 + d.communication_again),
+    )
+    return forward, backward
+
+
+def _pass(*, host: Number, **parts: Number) -> _Pass:
+    device = sum(parts.values())
+    return _Pass(**parts, launch=np.maximum(host - device, 0.0))
+
+
+def spend(d: Demand, p: Profile) -> dict[str, Number]:
+    """Seconds of a step by `costs/step.py: PARTS`; they sum to the step."""
+    forward, backward = _passes(d, p)
+    m = d.micro_batches
+    layer = forward.total + backward.total
+    # accumulation of gradients is a stage's, not a layer's
+    head_efficiency = p.gemm_efficiency * np.where(d.head_whole > 0, p.whole_head_efficiency, 1.0)
+    head_gemm, head_memory = d.head_gemm / head_efficiency, d.head_memory / p.hbm_efficiency
+    rest = p.micro_batch_ms * 1e-3 + d.accumulate / p.hbm_efficiency * (m > 1)
+    inside = d.layers_inside * layer + rest
+    last = d.layers_last * layer + head_gemm + head_memory + rest
+    last_is_worst = last >= inside
+    worst = np.where(last_is_worst, last, inside)
+    at = np.where(last_is_worst, d.layers_last, d.layers_inside)
+    everything = d.layers * layer + head_gemm + head_memory + d.pipeline * rest
+    send = d.pp_fast / p.nvlink_efficiency + d.pp_node / p.network_efficiency + p.send_us * 1e-6
+    piped = d.pipeline > 1
+    sends = piped * m * 2 * d.interleaved * send * p.send_exposed
+    bubble = (everything - worst) / d.interleaved + piped * 2 * (d.pipeline - 1) * send
+    # what the last backward and the next forward can hide
+    stage_forward, stage_backward = at * forward.total, at * backward.total
+    reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / p.network_efficiency
+    gather = d.params_fast / p.nvlink_efficiency + d.params_node / p.network_efficiency
+    once = _exposed(reduce, p.gradient_overlap * stage_backward) + _exposed(gather, p.parameter_overlap * stage_forward)
+    always = m * (
+        _exposed(gather + reduce, p.gradient_overlap * stage_backward)
+        + _exposed(gather, p.parameter_overlap * stage_forward)
+    )
+    dp = np.where(d.sharded > 0, always, once)
+    loss = np.where(last_is_worst, 1.0, 0.0)
+
+    def per_step(name: str) -> Number:
+        return m * at * (getattr(forward, name) + getattr(backward, name))
+
+    parts = {
+        "gemm": per_step("gemm") + m * loss * head_gemm,
+        "attention": per_step("attention"),
+        "memory_bound": per_step("memory") + m * loss * head_memory + m * d.accumulate / p.hbm_efficiency * (m > 1),
+        "launch": per_step("launch"),
+        "recompute": per_step("again"),
+        "tp_communication": per_step("tp"),
+        "cp_communication": per_step("cp"),
+        "ep_communication": per_step("ep"),
+        "pp_communication": sends,
+        "dp_communication": dp,
+        "bubble": bubble,
+        "optimizer": d.optimizer_bytes / p.optimizer_efficiency,
+        "overhead": m * p.micro_batch_ms * 1e-3
+        + p.step_ms * 1e-3
+        + p.step_latency_ms * 1e-3 * np.log2(np.maximum(d.dp_size, 1)),
+    }
+    parts["overhead"] = parts["overhead"] + p.jitter * np.log2(d.nodes) * sum(parts.values())
+    return parts
+
+
+def _exposed(communication: Number, window: Number) -> Number:
+    """What is left of it beside a window; the last bucket always is."""
+    return np.maximum(communication - window, 0.03 * communication)
+
+
+def seconds(d: Demand, p: Profile) -> Number:
+    """Of a step."""
+    return sum(spend(d, p).values())

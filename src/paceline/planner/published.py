@@ -1,0 +1,322 @@
+"""Which run does a row of a published table describe? Rows of CSV files to workloads, clusters and measurements.
+
+The columns are those of docs/accuracy.md. A row that cannot be scored says why: nothing is guessed that changes the
+result by more than the accuracy claimed; what is assumed for a whole source stands in `SOURCES`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from paceline.config.model import ModelConfig, MoEConfig
+from paceline.costs.hardware import Hardware, find_hardware
+from paceline.costs.layers import training_flops_per_token
+from paceline.costs.workload import INTERCONNECTS, Cluster, Precision, Recompute, Workload
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What holds for all rows of a publication."""
+
+    key: str
+    title: str
+    prefix: tuple[str, ...]
+    """How ids of its rows begin."""
+    profile: str
+    """Name in `costs/profiles.py`."""
+    convention: str = "causal"
+    """Of its TFLOP/s: causal or full attention, or `hardware` (full attention, recomputation counted)."""
+    activation: str = "gelu"
+    norm: str = "layernorm"
+    tie_embeddings: bool = True
+    vocab: int = 51200
+    """Where the table has none."""
+    network: str = "ib400"
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    recompute: Recompute = "none"
+    """Where the table has none."""
+    gigabytes: float = 2**30
+    """Bytes of the memory column's unit."""
+
+
+SOURCES: tuple[Source, ...] = (
+    Source(
+        key="vtrain_single", title="vTrain, one node", prefix=("vtrain-single-",), profile="megatron_deepspeed",
+        network="ib200", fused_attention=False, sequence_parallel=False, recompute="full",
+    ),
+    Source(
+        key="vtrain_multi", title="vTrain, several nodes", prefix=("vtrain-multi-",), profile="megatron_deepspeed",
+        network="ib100", fused_attention=False, sequence_parallel=False, recompute="full",
+    ),
+    Source(
+        key="nanotron", title="nanotron (Ultra-Scale Playbook)", prefix=("nanotron-",), profile="nanotron",
+        convention="full", activation="swiglu", norm="rmsnorm", network="efa400",
+    ),
+    Source(
+        key="bridge", title="Megatron Bridge, NeMo", prefix=("bridge-",), profile="megatron_bridge",
+        activation="swiglu", norm="rmsnorm", tie_embeddings=False, vocab=128256,
+    ),
+    Source(
+        key="llm_foundry", title="llm-foundry", prefix=("mosaic-",), profile="llm_foundry", convention="full",
+        network="roce400",
+    ),
+    Source(
+        key="torchtitan", title="torchtitan", prefix=("titan-",), profile="torchtitan", convention="full",
+        activation="swiglu", norm="rmsnorm", tie_embeddings=False, vocab=128256,
+    ),
+    Source(
+        key="sc21", title="Megatron-LM 2021 (SC'21)", prefix=("megatron-sc21-",), profile="megatron_2021",
+        convention="hardware", network="ib200", fused_attention=False, sequence_parallel=False, recompute="full",
+    ),
+    Source(
+        key="korthikanti", title="Korthikanti and others", prefix=("korthikanti-",), profile="megatron_2021",
+        convention="full", network="ib200", fused_attention=False,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """A row that can be scored."""
+
+    id: str
+    source: Source
+    model_name: str
+    """What is left out together."""
+    workload: Workload
+    cluster: Cluster
+    step_seconds: float | None
+    memory_bytes: float | None
+    crashed: bool = False
+    secondary: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotScored:
+    """A row that cannot be, and why."""
+
+    id: str
+    source: str
+    reason: str
+
+
+def read_rows(paths: Iterable[Path | str]) -> list[dict[str, str]]:
+    """All rows of CSV files; an id that came already (the 55 nanotron rows in two files) is not read twice."""
+    rows: dict[str, dict[str, str]] = {}
+    for path in paths:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                rows.setdefault(row["id"], row)
+    return list(rows.values())
+
+
+def source_of(row_id: str) -> Source | None:
+    return next((source for source in SOURCES if row_id.startswith(source.prefix)), None)
+
+
+def read_run(row: dict[str, str]) -> PublishedRun | NotScored:
+    """A row as a run, or why not."""
+    source = source_of(row["id"])
+    if source is None:
+        return NotScored(id=row["id"], source=row["source"][:40], reason="a source without a profile")
+    try:
+        return _read(row, source)
+    except (_MissingError, ConfigError, ValidationError, ValueError) as error:
+        return NotScored(id=row["id"], source=source.key, reason=str(error).split("\n", 1)[0])
+
+
+class _MissingError(Exception):
+    """A field that the row does not have."""
+
+
+def _number(row: dict[str, str], name: str, default: int | None = None) -> int:
+    text = row.get(name, "").strip()
+    if text:
+        return int(float(text))
+    if default is None:
+        raise _MissingError(f"{name} is not published")
+    return default
+
+
+def _float(row: dict[str, str], name: str) -> float | None:
+    text = row.get(name, "").strip()
+    return float(text) if re.fullmatch(r"[0-9.]+", text) else None
+
+
+_GPUS = {
+    "H100": "H100 SXM",
+    "H100-80": "H100 SXM",
+    "H100-96 (HBM2e,500W)": "H100 SXM 96",
+    "H100-94": "H100 SXM",
+    "H200": "H200 SXM",
+    "A100": "A100 SXM 80",
+    "A100-80": "A100 SXM 80",
+    "A100-40": "A100 SXM 40",
+    "B200": "B200 SXM",
+    "B300": "B300 SXM",
+    "V100-32": "V100 SXM 32",
+}
+
+
+def _gpu(row: dict[str, str]) -> Hardware:
+    name = row["gpu"].strip()
+    found = find_hardware(_GPUS.get(name, name))
+    if found is None:
+        raise _MissingError(f"{name!r} is not in the hardware table")
+    return found
+
+
+def _cluster(row: dict[str, str], source: Source) -> Cluster:
+    gpu = _gpu(row)
+    network = source.network
+    if gpu.name in ("GB300", "B300 SXM"):
+        network = "ib800"
+    return Cluster(
+        gpu=gpu,
+        gpus=_number(row, "n_gpus"),
+        gpus_per_node=_number(row, "gpus_per_node", 8),
+        node_gb_per_s=INTERCONNECTS[network][0],
+        fast_domain=72 if gpu.name in ("GB200", "GB300") else 0,
+    )
+
+
+def _model(row: dict[str, str], source: Source, seq_len: int, pp: int) -> ModelConfig:
+    experts = _number(row, "experts", 0)
+    known = _KNOWN.get(row["model"].split(" (")[0].strip(), {})
+    heads = _number(row, "heads")
+    fields: dict[str, object] = {
+        "num_layers": _number(row, "layers"),
+        "hidden_size": _number(row, "hidden"),
+        "num_heads": heads,
+        "num_kv_heads": _number(row, "kv_heads", heads),
+        "ffn_size": _number(row, "ffn"),
+        "vocab_size": _number(row, "vocab", source.vocab),
+        "max_seq_len": seq_len,
+        "activation": source.activation,
+        "norm": source.norm,
+        "position": "rope" if source.norm == "rmsnorm" else "learned",
+        "tie_embeddings": source.tie_embeddings,
+        "head_dim": max(2, _number(row, "hidden") // heads // 2 * 2),
+    }
+    if source.key == "nanotron":
+        fields["tie_embeddings"] = pp == 1 and "8B" not in row["model"]
+    if experts:
+        fields |= {"num_experts": experts, "top_k": _number(row, "topk")}
+    return ModelConfig.model_validate(fields | known)
+
+
+_DEEPSEEK = {
+    "attention": "mla", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "num_kv_heads": 0, "head_dim": 0,
+}  # fmt: skip
+_KNOWN: dict[str, dict[str, object]] = {
+    "DeepSeekV3": _DEEPSEEK
+    | {
+        "ffn_size": 18432,
+        "mtp_layers": 1,
+        "moe": MoEConfig(ffn_size=2048, first_dense_layers=3, num_shared_experts=1),
+    },
+    "Kimi_K2": _DEEPSEEK
+    | {"ffn_size": 18432, "moe": MoEConfig(ffn_size=2048, first_dense_layers=1, num_shared_experts=1)},
+    "GPT OSS 120B": {
+        "head_dim": 64,
+        "sliding_window": 128,
+        "sliding_window_period": 2,
+        "vocab_size": 201088,
+    },
+}
+"""What the tables leave out and the models' own files say (config.json on the Hugging Face hub)."""
+
+
+def _read(row: dict[str, str], source: Source) -> PublishedRun:
+    pp = _number(row, "pp", 1)
+    seq_len = _number(row, "seq")
+    model = _model(row, source, seq_len, pp)
+    cluster = _cluster(row, source)
+    mode, modules = _recompute(row, source)
+    work = Workload(
+        model=model,
+        seq_len=seq_len,
+        micro_batch_size=_number(row, "mbs"),
+        global_batch_size=_number(row, "gbs"),
+        precision=_precision(row),
+        tp=_number(row, "tp", 1),
+        pp=pp,
+        cp=_number(row, "cp", 1),
+        ep=_number(row, "ep", 1),
+        zero=_zero(row),
+        stages_per_rank=_number(row, "vpp", 1),
+        recompute=mode,
+        recompute_modules=modules,
+        fused_attention=source.fused_attention,
+        sequence_parallel=source.sequence_parallel and "no sequence parallel" not in row["notes"],
+        async_tp="async TP" in row["notes"] or "AsyncTP" in row["notes"],
+    )
+    dp = _number(row, "dp", work.dp(cluster.gpus))
+    if dp * work.model_ranks != cluster.gpus:
+        raise _MissingError(f"tp x pp x cp x dp = {dp * work.model_ranks}, on {cluster.gpus} GPUs")
+    if reason := work.why_not(cluster.gpus):
+        raise _MissingError(reason)
+    measured = _step_seconds(row, source, work, cluster)
+    memory = _float(row, "mem_GiB")
+    crashed = "CRASHED" in row["notes"] or "OOM" in row["notes"]
+    if measured is None and memory is None and not crashed:
+        raise _MissingError("neither a time nor a memory is published")
+    return PublishedRun(
+        id=row["id"],
+        source=source,
+        model_name=row["model"].split(" (")[0].strip(),
+        workload=work,
+        cluster=cluster,
+        step_seconds=measured,
+        memory_bytes=None if memory is None else memory * source.gigabytes,
+        crashed=crashed and measured is None,
+        secondary=row.get("evidence") == "secondary",
+    )
+
+
+def _precision(row: dict[str, str]) -> Precision:
+    text = row["precision"].split("/")[0].strip().lower()
+    for known in ("fp32", "fp16", "bf16", "mxfp8", "fp8", "nvfp4"):
+        if text.startswith(known):
+            return known  # type: ignore[return-value]
+    return "bf16"
+
+
+def _zero(row: dict[str, str]) -> int:  # type: ignore[return]
+    text = row["zero"].strip()
+    return int(text[0]) if text[:1].isdigit() else (3 if "FSDP" in text else 0)
+
+
+def _recompute(row: dict[str, str], source: Source) -> tuple[Recompute, tuple[str, ...]]:
+    mode, _, modules = row["recompute"].strip().partition(":")
+    if mode not in ("none", "full", "selective"):
+        return source.recompute, ()
+    return mode, tuple(filter(None, modules.split("+")))  # type: ignore[return-value]
+
+
+def _step_seconds(row: dict[str, str], source: Source, work: Workload, cluster: Cluster) -> float | None:
+    """As printed; else from tokens/s; else from TFLOP/s by the source's own convention."""
+    if (seconds := _float(row, "step_time_s")) is not None:
+        return seconds
+    if rate := _float(row, "tokens_per_s_per_gpu"):
+        return work.tokens / cluster.gpus / rate
+    if tflops := _float(row, "tflops_per_gpu"):
+        convention = "causal" if source.convention == "causal" else "full"
+        flops = training_flops_per_token(work.model, work.seq_len, convention)  # type: ignore[arg-type]
+        if source.convention == "hardware":
+            flops *= 4 / 3
+        return flops * work.tokens / cluster.gpus / (tflops * 1e12)
+    mfu, peak = _float(row, "mfu_pct"), cluster.gpu.peak_tflops("bf16")
+    if mfu and peak:
+        flops = training_flops_per_token(work.model, work.seq_len, "full")
+        return flops * work.tokens / cluster.gpus / (mfu / 100 * peak * 1e12)
+    return None
