@@ -1,0 +1,333 @@
+"""`kernels/expert_gemm.py` over index lists: tokens are picked in the load, and never lie in memory K times; weight
+gradients are added to their sums in the store.
+
+Which tiles there are follows from the ends of the experts' rows, on the device: each program makes the table in
+registers and looks its tiles up. The grid is bounded by the worst case (every expert ends inside a tile), or is as many
+programs as fit the device at once, each with several tiles.
+
+Imported only where it runs: Triton does not come with a CPU build of torch.
+
+Dims as in `expert_gemm`; H = M * F hidden numbers of a row, M = 2 if gated. A tile is P rows times Q columns, summed
+over S numbers at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.expert_gemm import Rows
+from paceline.kernels.expert_rows import ActivationFunction
+from paceline.kernels.expert_rows_triton import act_value
+
+
+class Tiles(NamedTuple):
+    """How a product is cut up. Not tuned while training: the order of sums, and with it the last bit, is then the same
+    on every rank and in every run."""
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+    together: int = 8
+    """Tiles of rows that go through the columns side by side: what they read of the matrix stays in the L2 cache."""
+    waves: int = 0
+    """Programs for each multiprocessor, each with many tiles; 0 = a program for each tile."""
+
+
+WITH_ACTIVATION = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
+PRODUCT = Tiles(rows=128, columns=256, depth=64, warps=8, stages=3)
+WEIGHT = Tiles(rows=128, columns=128, depth=64, warps=4, stages=3)
+
+
+def product_with_activation(
+    rows: Rows,
+    matrix_EXH: Tensor,
+    weights_NK: Tensor,
+    function: ActivationFunction,
+    *,
+    gated: bool,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(`product`, `activate` of it): [A, H], [A, F].
+
+    A program has the same columns of gate and up, so that a tile has twice as many columns as ``tiles`` says.
+    """
+    A, H, F = rows.number, matrix_EXH.shape[2], matrix_EXH.shape[2] // (2 if gated else 1)
+    hidden_AH, act_AF = rows.values.new_empty(A, H), rows.values.new_empty(A, F)
+    _launch_rows(
+        rows,
+        matrix_EXH,
+        F,
+        hidden_AH,
+        tiles or WITH_ACTIVATION,
+        act=act_AF,
+        weights=weights_NK,
+        function=function,
+        gated=gated,
+    )
+    return hidden_AH, act_AF
+
+
+def product(rows: Rows, matrix_EXY: Tensor, *, tiles: Tiles | None = None) -> Tensor:
+    """See `expert_gemm.product`."""
+    out_AY = rows.values.new_empty(rows.number, matrix_EXY.shape[2])
+    _launch_rows(rows, matrix_EXY, matrix_EXY.shape[2], out_AY, tiles or PRODUCT)
+    return out_AY
+
+
+def _launch_rows(
+    rows: Rows,
+    matrix_EXY: Tensor,
+    columns: int,
+    out: Tensor,
+    tiles: Tiles,
+    *,
+    act: Tensor | None = None,
+    weights: Tensor | None = None,
+    function: ActivationFunction = "silu",
+    gated: bool = False,
+) -> None:
+    E, X, _ = matrix_EXY.shape
+    values = rows.values.contiguous()
+    assert values.shape[1] == X and values.dtype == matrix_EXY.dtype, (values.shape, matrix_EXY.shape)
+    if rows.number == 0:
+        return
+    tiles_of_rows = triton.cdiv(rows.number, tiles.rows) + min(E, rows.number)
+    grid = _grid(tiles_of_rows * triton.cdiv(columns, tiles.columns), tiles, out)
+    _rows_kernel[grid](
+        values,
+        rows.order.order,
+        rows.order.ends,
+        matrix_EXY,
+        out,
+        out if act is None else act,
+        rows.order.ends if weights is None else weights.contiguous(),
+        X,
+        columns,
+        out.shape[1],
+        E,
+        *matrix_EXY.stride(),
+        TOP_K=rows.top_k,
+        PICKED=rows.picked,
+        ACTIVATE=act is not None,
+        FUNCTION=function,
+        GATED=gated,
+        EVEN_DEPTH=X % tiles.depth == 0,
+        EVEN_COLUMNS=columns % tiles.columns == 0,
+        **_blocks(tiles, E),
+    )
+
+
+def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: Tiles | None = None) -> None:
+    """See `expert_gemm.weight_product`."""
+    tiles = tiles or WEIGHT
+    E, D, X = out_EDX.shape
+    assert out_EDX.is_contiguous() and grad.values.dtype == x.values.dtype
+    assert grad.width == D and x.width == X, (grad.width, x.width, out_EDX.shape)
+    if grad.number == 0:
+        if first:
+            out_EDX.zero_()
+        return
+    grid = _grid(E * triton.cdiv(D, tiles.rows) * triton.cdiv(X, tiles.columns), tiles, out_EDX)
+    blocks = _blocks(tiles, E)
+    del blocks["PADDED"]
+    _weight_kernel[grid](
+        grad.values.contiguous(),
+        x.values.contiguous(),
+        grad.order.order,
+        grad.order.ends,
+        out_EDX,
+        D,
+        X,
+        E,
+        TOP_K=max(grad.top_k, x.top_k),
+        GRAD_PICKED=grad.picked,
+        X_PICKED=x.picked,
+        FIRST=first,
+        EVEN=D % tiles.rows == 0 and X % tiles.columns == 0,
+        **blocks,
+    )
+
+
+def _grid(number_of_tiles: int, tiles: Tiles, place: Tensor) -> tuple[int]:
+    if not tiles.waves:
+        return (number_of_tiles,)
+    at_once = 2 if not place.is_cuda else torch.cuda.get_device_properties(place.device).multi_processor_count
+    return (min(number_of_tiles, at_once * tiles.waves),)
+
+
+def _blocks(tiles: Tiles, num_experts: int) -> dict[str, Any]:
+    return {
+        "P": tiles.rows,
+        "Q": tiles.columns,
+        "S": tiles.depth,
+        "TOGETHER": tiles.together,
+        "PADDED": max(16, triton.next_power_of_2(num_experts)),
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+@triton.jit
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    values,
+    order,
+    ends,
+    matrix,
+    out,
+    act,
+    weights,
+    depth,
+    columns,
+    out_width,
+    num_experts,
+    matrix_stride,
+    depth_stride,
+    column_stride,
+    TOP_K: tl.constexpr,
+    PICKED: tl.constexpr,
+    ACTIVATE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    S: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    column_tiles = tl.cdiv(columns, Q)
+    # tiles of rows of each expert, and how many there are up to its last one
+    number_E = tl.arange(0, PADDED)
+    is_expert_E = number_E < num_experts
+    end_E = tl.load(ends + number_E, mask=is_expert_E, other=0)
+    start_E = tl.load(ends + number_E - 1, mask=is_expert_E & (number_E > 0), other=0)
+    tiles_E = tl.where(is_expert_E, (end_E - start_E + P - 1) // P, 0)
+    until_E = tl.cumsum(tiles_E, 0)
+    for tile in range(tl.program_id(0), tl.sum(tiles_E) * column_tiles, tl.num_programs(0)):
+        past_E = is_expert_E & (until_E * column_tiles <= tile)
+        expert = tl.sum(past_E.to(tl.int32)).to(tl.int64)
+        within = tile - tl.sum(tl.where(past_E, tiles_E, 0)) * column_tiles
+        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(ends + expert)
+        # down some tiles of rows, then on to the next columns
+        run = TOGETHER * column_tiles
+        first_tile = within // run * TOGETHER
+        height = tl.minimum((end - start + P - 1) // P - first_tile, TOGETHER)
+        row_tile = first_tile + within % run % height
+        column_Q = within % run // height * Q + tl.arange(0, Q)
+
+        row_P = start + row_tile * P + tl.arange(0, P)
+        inside_P = row_P < end
+        row_P = tl.where(inside_P, row_P, start)  # a row that there is; what comes out is not stored
+        source_P = row_P
+        if PICKED:
+            source_P = tl.load(order + row_P) // TOP_K
+        depth_S = tl.arange(0, S)
+        from_PS = values + source_P.to(tl.int64)[:, None] * depth + depth_S[None, :]
+        matrix_SQ = (
+            matrix + expert * matrix_stride + column_Q[None, :] * column_stride + depth_S[:, None] * depth_stride
+        )
+        gate_to_up = columns * column_stride
+        sum_PQ = tl.zeros((P, Q), dtype=tl.float32)
+        if GATED:
+            up_PQ = tl.zeros((P, Q), dtype=tl.float32)
+        for done in range(0, depth, S):
+            if EVEN_DEPTH:
+                x_PS = tl.load(from_PS)
+            else:
+                x_PS = tl.load(from_PS, mask=(depth_S < depth - done)[None, :], other=0.0)
+            if EVEN_DEPTH and EVEN_COLUMNS:
+                first_SQ = tl.load(matrix_SQ)
+                if GATED:
+                    second_SQ = tl.load(matrix_SQ + gate_to_up)
+            else:
+                there_SQ = (depth_S < depth - done)[:, None] & (column_Q < columns)[None, :]
+                first_SQ = tl.load(matrix_SQ, mask=there_SQ, other=0.0)
+                if GATED:
+                    second_SQ = tl.load(matrix_SQ + gate_to_up, mask=there_SQ, other=0.0)
+            sum_PQ = tl.dot(x_PS, first_SQ, sum_PQ, input_precision="ieee")
+            if GATED:
+                up_PQ = tl.dot(x_PS, second_SQ, up_PQ, input_precision="ieee")
+            from_PS += S
+            matrix_SQ += S * depth_stride
+
+        inside_PQ = inside_P[:, None] & (column_Q < columns)[None, :]
+        rounded_PQ = sum_PQ.to(out.dtype.element_ty)
+        to_PQ = row_P.to(tl.int64)[:, None] * out_width + column_Q[None, :]
+        tl.store(out + to_PQ, rounded_PQ, mask=inside_PQ)
+        if ACTIVATE:
+            # of what backward will find stored
+            value_PQ = act_value(rounded_PQ.to(tl.float32), FUNCTION)
+            if GATED:
+                up_rounded_PQ = up_PQ.to(out.dtype.element_ty)
+                tl.store(out + to_PQ + columns, up_rounded_PQ, mask=inside_PQ)
+                value_PQ *= up_rounded_PQ.to(tl.float32)
+            weight_P = tl.load(weights + tl.load(order + row_P)).to(tl.float32)
+            act_PQ = (value_PQ * weight_P[:, None]).to(act.dtype.element_ty)
+            tl.store(act + row_P.to(tl.int64)[:, None] * columns + column_Q[None, :], act_PQ, mask=inside_PQ)
+
+
+@triton.jit
+def _weight_kernel(  # type: ignore[no-untyped-def]
+    grad,
+    x,
+    order,
+    ends,
+    out,
+    height,
+    width,
+    num_experts,
+    TOP_K: tl.constexpr,
+    GRAD_PICKED: tl.constexpr,
+    X_PICKED: tl.constexpr,
+    FIRST: tl.constexpr,
+    EVEN: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    S: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    row_tiles, column_tiles = tl.cdiv(height, P), tl.cdiv(width, Q)
+    tiles = row_tiles * column_tiles
+    for tile in range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
+        expert = (tile // tiles).to(tl.int64)
+        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(ends + expert)
+        # a sum that nothing is added to is not touched
+        if FIRST or end > start:
+            within, run = tile % tiles, TOGETHER * column_tiles
+            first_tile = within // run * TOGETHER
+            tall = tl.minimum(row_tiles - first_tile, TOGETHER)
+            row_P = (first_tile + within % run % tall) * P + tl.arange(0, P)
+            column_Q = within % run // tall * Q + tl.arange(0, Q)
+            sum_PQ = tl.zeros((P, Q), dtype=tl.float32)
+            for at in range(start, end, S):
+                token_S = at + tl.arange(0, S)
+                inside_S = token_S < end
+                picked_S = token_S
+                if GRAD_PICKED or X_PICKED:
+                    picked_S = tl.load(order + token_S, mask=inside_S, other=0) // TOP_K
+                grad_S = picked_S if GRAD_PICKED else token_S
+                x_S = picked_S if X_PICKED else token_S
+                from_SP = grad + grad_S.to(tl.int64)[:, None] * height + row_P[None, :]
+                from_SQ = x + x_S.to(tl.int64)[:, None] * width + column_Q[None, :]
+                if EVEN:
+                    grad_SP = tl.load(from_SP, mask=inside_S[:, None], other=0.0)
+                    x_SQ = tl.load(from_SQ, mask=inside_S[:, None], other=0.0)
+                else:
+                    grad_SP = tl.load(from_SP, mask=inside_S[:, None] & (row_P < height)[None, :], other=0.0)
+                    x_SQ = tl.load(from_SQ, mask=inside_S[:, None] & (column_Q < width)[None, :], other=0.0)
+                sum_PQ = tl.dot(tl.trans(grad_SP), x_SQ, sum_PQ, input_precision="ieee")
+            to_PQ = out + expert * height * width + row_P.to(tl.int64)[:, None] * width + column_Q[None, :]
+            inside_PQ = (row_P < height)[:, None] & (column_Q < width)[None, :]
+            if not FIRST:
+                sum_PQ += tl.load(to_PQ, mask=inside_PQ, other=0.0).to(tl.float32)
+            tl.store(to_PQ, sum_PQ.to(out.dtype.element_ty), mask=inside_PQ)

@@ -1,0 +1,413 @@
+"""A layer of experts from tokens to tokens, with a backward of its own: the fast twin of `models/moe.py`'s plain path.
+
+    forward     order rows by expert -> x @ up -> activation, weighted -> @ down -> sum of each token's K rows
+    backward    grad @ down.T -> activation's gradients, and its output again -> @ up.T -> sum of each token's K rows
+                weights: grad.T @ activation's output, hidden's gradient.T @ x
+
+Kept between forward and backward, bytes in bf16: the tokens (2 N C, which the router keeps anyway), the hidden numbers
+(2 A M F) and the order (8 A). The K copies of tokens and of gradients are made again where they are wanted, or never
+exist; the activation's output is made again.
+
+Nothing is read by the host, and no sum depends on which thread comes first: repeats are bit-equal. Rows of dropped
+assignments are not computed.
+
+Who does what is an `ExpertKernels`; on a CPU everything is done by operations of torch, in any precision.
+
+Dims: N tokens, K experts a token takes, A = N * K, E experts, C hidden, F width of an expert, M input matrices of an
+expert (2 if gated: gate, up).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, library
+
+from paceline.kernels import expert_gemm, expert_rows
+from paceline.kernels.expert_gemm import Rows
+from paceline.kernels.expert_order import ExpertOrder, expert_order_reference
+from paceline.kernels.expert_rows import ActivationFunction
+from paceline.kernels.grouped_gemm import why_not_grouped
+
+Provider = Literal["torch", "triton"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertKernels:
+    """Who computes which part. "torch": its operations, and for products its grouped kernel (CUTLASS on Hopper), before
+    which picked rows are written out; "triton": our kernels."""
+
+    rows: Provider = "triton"
+    """Order, copies, activation, sums over K."""
+    forward: Provider = "torch"
+    input_gradient: Provider = "torch"
+    weight_gradient: Provider = "triton"
+    """Only ours adds to sums itself."""
+
+    def spelled(self) -> str:
+        """As an operator takes it."""
+        return " ".join((self.rows, self.forward, self.input_gradient, self.weight_gradient))
+
+    @classmethod
+    def of(cls, spelled: str) -> ExpertKernels:
+        names = spelled.split()
+        assert len(names) == 4 and set(names) <= {"torch", "triton"}, spelled
+        providers: list[Any] = names
+        return cls(rows=providers[0], forward=providers[1], input_gradient=providers[2], weight_gradient=providers[3])
+
+
+GROUPED = ExpertKernels()
+TRITON = ExpertKernels(forward="triton", input_gradient="triton")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSums:
+    """Where backward adds the gradients of the matrices, in place of handing them to autograd."""
+
+    up: Tensor
+    """In the shape of the parameter."""
+    up_fresh: Tensor
+    """Bool scalar in host memory: what `up` holds is to be replaced."""
+    down: Tensor
+    down_fresh: Tensor
+
+
+def why_not_fused(x: Tensor, up: Tensor, down: Tensor) -> str:
+    """The reason why the kernels cannot take these tensors; empty if they can, or on a CPU, where torch takes all."""
+    if not x.is_cuda:
+        return ""
+    if not _has_triton():
+        return "Triton is not installed"
+    return why_not_grouped(x, up.flatten(1, 2)) or why_not_grouped(x, down)
+
+
+def fused_experts(
+    x_NC: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    kept_NK: Tensor | None,
+    up_EMFC: Tensor,
+    down_ECF: Tensor,
+    *,
+    function: ActivationFunction,
+    kernels: ExpertKernels = GROUPED,
+    sums: GradientSums | None = None,
+) -> Tensor:
+    """[N, C]: the weighted sum of what each token's experts say.
+
+    Args:
+        experts_NK: integers, which experts.
+        weights_NK: at least fp32, with gradient.
+        kept_NK: bool, False where an assignment was dropped.
+        up_EMFC: the gate first, if there is one; laid out as in `nn.Linear`, like ``down_ECF``.
+    """
+    places: tuple[Tensor | None, ...] = (None,) * 4
+    if sums is not None and torch.is_grad_enabled():
+        places = (sums.up, sums.up_fresh, sums.down, sums.down_fresh)
+    out: Tensor = _Experts.apply(
+        x_NC, experts_NK, weights_NK, kept_NK, up_EMFC, down_ECF, function, kernels.spelled(), *places
+    )
+    return out
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NC: Tensor,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        kept_NK: Tensor | None,
+        up: Tensor,
+        down: Tensor,
+        function: str,
+        kernels: str,
+        *places: Tensor | None,
+    ) -> Tensor:
+        out_NC, *kept = torch.ops.paceline.experts_forward.default(
+            x_NC, experts_NK, weights_NK, kept_NK, up, down, function, kernels
+        )
+        ctx.save_for_backward(x_NC, weights_NK, up, down, *kept, *places)
+        ctx.function, ctx.kernels = function, kernels
+        ctx.set_materialize_grads(False)
+        return out_NC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_NC,) = grads
+        if grad_NC is None:
+            return (None,) * 12
+        x_NC, weights_NK, up, down, hidden, *order, up_place, up_fresh, down_place, down_fresh = ctx.saved_tensors
+        grad_x, grad_weights, grad_hidden, act, grad_rows = torch.ops.paceline.experts_backward.default(
+            grad_NC, weights_NK, hidden, *order, up, down, ctx.function, ctx.kernels
+        )
+        top_k = weights_NK.shape[1]
+        picks = len(grad_rows) == 0
+        last = (grad_NC if picks else grad_rows, act, *order, top_k, picks, False, ctx.kernels)
+        first = (grad_hidden, x_NC, *order, top_k, False, True, ctx.kernels)
+        found: list[Tensor | None] = []
+        # of the last matrix first, as autograd would
+        for weight, place, fresh, operands, wanted in (
+            (down, down_place, down_fresh, last, ctx.needs_input_grad[5]),
+            (up, up_place, up_fresh, first, ctx.needs_input_grad[4]),
+        ):
+            made = None
+            if place is not None:
+                torch.ops.paceline.experts_add_weight_gradient.default(place, fresh, *operands)
+            elif wanted:
+                made = torch.ops.paceline.experts_weight_gradient.default(*operands).view_as(weight)
+            found.append(made)
+        grad_down, grad_up = found
+        return grad_x, None, grad_weights, None, grad_up, grad_down, *(None,) * 6
+
+
+# ---- operators: compiled code looks into none of this
+
+_PREFIX = "paceline::experts_"
+
+library.define(
+    _PREFIX + "forward",
+    "(Tensor x, Tensor experts, Tensor weights, Tensor? kept, Tensor up, Tensor down, str function, str kernels)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+library.define(
+    _PREFIX + "backward",
+    "(Tensor grad, Tensor weights, Tensor hidden, Tensor order, Tensor place, Tensor ends, Tensor up, Tensor down,"
+    " str function, str kernels) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_OPERANDS = (
+    "Tensor grad, Tensor x, Tensor order, Tensor place, Tensor ends, int top_k, bool grad_picked, bool x_picked,"
+    " str kernels"
+)
+library.define(_PREFIX + "weight_gradient", f"({_OPERANDS}) -> Tensor")
+library.define(_PREFIX + "add_weight_gradient", f"(Tensor(a!) sums, Tensor(b!) fresh, {_OPERANDS}) -> ()")
+
+
+@library.impl(_PREFIX + "forward", "default")
+def _forward(
+    x_NC: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    kept_NK: Tensor | None,
+    up_EMFC: Tensor,
+    down_ECF: Tensor,
+    function: ActivationFunction,
+    kernels: str,
+) -> tuple[Tensor, ...]:
+    """The output, the hidden numbers [A, M, F], and the order."""
+    who, top_k = ExpertKernels.of(kernels), experts_NK.shape[1]
+    steps, order = _row_steps(who.rows, x_NC), _order(who.rows, experts_NK, kept_NK, len(up_EMFC))
+    rows = Rows(x_NC, order, top_k, picked=True, spread=steps.spread)
+    up_ECH = up_EMFC.flatten(1, 2).transpose(1, 2)
+    gated = up_EMFC.shape[1] == 2
+    products = _products(who.forward, x_NC)
+    if products is expert_gemm:
+        hidden_AMF = products.product(rows, up_ECH).unflatten(1, up_EMFC.shape[1:3])
+        act_AF = steps.activate(hidden_AMF, weights_NK, order, function)
+    else:
+        hidden_AH, act_AF = products.product_with_activation(rows, up_ECH, weights_NK, function, gated=gated)
+        hidden_AMF = hidden_AH.unflatten(1, up_EMFC.shape[1:3])
+    del rows
+    out_AC = products.product(Rows(act_AF, order), down_ECF.transpose(1, 2))
+    return steps.combine(out_AC, order, top_k), hidden_AMF, *order
+
+
+@library.register_fake(_PREFIX + "forward")
+def _forward_fake(
+    x_NC: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    kept_NK: Tensor | None,
+    up_EMFC: Tensor,
+    down_ECF: Tensor,
+    function: str,
+    kernels: str,
+) -> tuple[Tensor, ...]:
+    A = experts_NK.numel()
+    by_assignment = x_NC.new_empty(A, dtype=torch.int32)
+    ends_E = x_NC.new_empty(up_EMFC.shape[0], dtype=torch.int32)
+    hidden_AMF = x_NC.new_empty(A, *up_EMFC.shape[1:3])
+    return torch.empty_like(x_NC), hidden_AMF, by_assignment, torch.empty_like(by_assignment), ends_E
+
+
+@library.impl(_PREFIX + "backward", "default")
+def _backward(
+    grad_NC: Tensor,
+    weights_NK: Tensor,
+    hidden_AMF: Tensor,
+    order_A: Tensor,
+    place_A: Tensor,
+    ends_E: Tensor,
+    up_EMFC: Tensor,
+    down_ECF: Tensor,
+    function: ActivationFunction,
+    kernels: str,
+) -> tuple[Tensor, ...]:
+    """Gradients of tokens and of weights; the gradient of the hidden numbers [A, H] and the activation's output, which
+    the gradients of the matrices are made of; the output's gradient, [A, C], where that is written out for them too."""
+    who, top_k = ExpertKernels.of(kernels), weights_NK.shape[1]
+    steps, order = _row_steps(who.rows, grad_NC), ExpertOrder(order_A, place_A, ends_E)
+    products = _products(who.input_gradient, grad_NC)
+    grad = Rows(grad_NC.contiguous(), order, top_k, picked=True, spread=steps.spread)
+    grad_act_AF = products.product(grad, down_ECF)
+    # torch's product for the weights would write it out once more
+    grad_rows = grad_NC.new_empty(0, grad_NC.shape[1]) if _ours(who.weight_gradient, grad_NC) else grad.dense()
+    del grad
+    grad_hidden, act_AF, grad_weights = steps.activate_backward(hidden_AMF, grad_act_AF, weights_NK, order, function)
+    del grad_act_AF
+    grad_hidden_AH = grad_hidden.flatten(1)
+    grad_x_AC = products.product(Rows(grad_hidden_AH, order), up_EMFC.flatten(1, 2))
+    return steps.combine(grad_x_AC, order, top_k), grad_weights, grad_hidden_AH, act_AF, grad_rows
+
+
+@library.register_fake(_PREFIX + "backward")
+def _backward_fake(
+    grad_NC: Tensor,
+    weights_NK: Tensor,
+    hidden_AMF: Tensor,
+    order_A: Tensor,
+    place_A: Tensor,
+    ends_E: Tensor,
+    up_EMFC: Tensor,
+    down_ECF: Tensor,
+    function: str,
+    kernels: str,
+) -> tuple[Tensor, ...]:
+    (A, M, F), C = hidden_AMF.shape, grad_NC.shape[1]
+    picks = _ours(ExpertKernels.of(kernels).weight_gradient, grad_NC)
+    return (
+        grad_NC.new_empty(grad_NC.shape),
+        torch.empty_like(weights_NK, memory_format=torch.contiguous_format),
+        grad_NC.new_empty(A, M * F),
+        grad_NC.new_empty(A, F),
+        grad_NC.new_empty(0 if picks else A, C),
+    )
+
+
+@library.impl(_PREFIX + "weight_gradient", "default")
+def _weight_gradient(
+    grad: Tensor,
+    x: Tensor,
+    order_A: Tensor,
+    place_A: Tensor,
+    ends_E: Tensor,
+    top_k: int,
+    grad_picked: bool,
+    x_picked: bool,
+    kernels: str,
+) -> Tensor:
+    """[E, D, X], in the dtype of the operands, which are rows of experts or, if picked, tokens."""
+    out_EDX = x.new_empty(len(ends_E), grad.shape[1], x.shape[1])
+    order = ExpertOrder(order_A, place_A, ends_E)
+    _add(out_EDX, (grad, grad_picked), (x, x_picked), order, top_k, kernels, first=True)
+    return out_EDX
+
+
+@library.register_fake(_PREFIX + "weight_gradient")
+def _weight_gradient_fake(
+    grad: Tensor,
+    x: Tensor,
+    order_A: Tensor,
+    place_A: Tensor,
+    ends_E: Tensor,
+    top_k: int,
+    grad_picked: bool,
+    x_picked: bool,
+    kernels: str,
+) -> Tensor:
+    return x.new_empty(ends_E.shape[0], grad.shape[1], x.shape[1])
+
+
+@library.impl(_PREFIX + "add_weight_gradient", "default")
+def _add_weight_gradient(
+    sums: Tensor,
+    fresh: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    order_A: Tensor,
+    place_A: Tensor,
+    ends_E: Tensor,
+    top_k: int,
+    grad_picked: bool,
+    x_picked: bool,
+    kernels: str,
+) -> None:
+    order = ExpertOrder(order_A, place_A, ends_E)
+    sums_EDX = sums.view(len(ends_E), grad.shape[1], x.shape[1])
+    _add(sums_EDX, (grad, grad_picked), (x, x_picked), order, top_k, kernels, first=bool(fresh))
+    fresh.fill_(False)
+
+
+@library.register_fake(_PREFIX + "add_weight_gradient")
+def _add_weight_gradient_fake(
+    sums: Tensor,
+    fresh: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    order_A: Tensor,
+    place_A: Tensor,
+    ends_E: Tensor,
+    top_k: int,
+    grad_picked: bool,
+    x_picked: bool,
+    kernels: str,
+) -> None:
+    return None
+
+
+def _add(
+    out_EDX: Tensor,
+    grad: tuple[Tensor, bool],
+    x: tuple[Tensor, bool],
+    order: ExpertOrder,
+    top_k: int,
+    kernels: str,
+    *,
+    first: bool,
+) -> None:
+    who = ExpertKernels.of(kernels)
+    spread = _row_steps(who.rows, out_EDX).spread
+    operands = [Rows(values.contiguous(), order, top_k, picked=picked, spread=spread) for values, picked in (grad, x)]
+    _products(who.weight_gradient, out_EDX).weight_product(*operands, out_EDX, first=first)
+
+
+# ---- who does it
+
+
+def _ours(provider: Provider, x: Tensor) -> bool:
+    return provider == "triton" and x.is_cuda
+
+
+def _row_steps(provider: Provider, x: Tensor) -> Any:
+    """`expert_rows`, or what stands for it."""
+    if not _ours(provider, x):
+        return expert_rows
+    from paceline.kernels import expert_rows_triton
+
+    return expert_rows_triton
+
+
+def _order(provider: Provider, experts_NK: Tensor, kept_NK: Tensor | None, num_experts: int) -> ExpertOrder:
+    if not _ours(provider, experts_NK):
+        return expert_order_reference(experts_NK, kept_NK, num_experts)
+    from paceline.kernels.expert_order_triton import expert_order_triton
+
+    return expert_order_triton(experts_NK, kept_NK, num_experts)
+
+
+def _products(provider: Provider, x: Tensor) -> Any:
+    """`expert_gemm`, or what stands for it."""
+    if not _ours(provider, x):
+        return expert_gemm
+    from paceline.kernels import expert_gemm_triton
+
+    return expert_gemm_triton
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
