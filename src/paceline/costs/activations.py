@@ -27,12 +27,14 @@ from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, Mod
 from paceline.config.parallel import ParallelConfig
 from paceline.config.run import RunConfig
 from paceline.config.train import TrainConfig
+from paceline.costs.low_precision import fp8_kept
 from paceline.costs.pipeline import rank_schedule
 from paceline.costs.stages import cut_stages, stages_of_rank
 
 
 def compute_bytes(train: TrainConfig) -> int:
-    """Bytes of a weight or an activation in the precision of matrix products (fp8 runs keep bf16 tensors)."""
+    """Bytes of a weight or an activation in the precision of matrix products (in fp8 runs bf16, but for
+    what products keep of their inputs)."""
     return 4 if train.precision == "fp32" else 2
 
 
@@ -142,7 +144,8 @@ def block_activations(model: ModelConfig, block: BlockSpec, config: RunConfig) -
 
     In elements of the compute precision, h hidden: each norm keeps its input, and its output is kept by what follows
     (2 h); attention keeps q, k, v and its output, and 4 bytes of logsumexp a head; a gated MLP keeps gate, up,
-    activated gate and product (4 F; compiled, the activated gate is computed again: 3 F), a plain one 2 F.
+    activated gate and product (4 F; compiled, the activated gate is computed again: 3 F), a plain one 2 F. What fp8
+    products keep in place of their inputs: `costs/low_precision.py`.
     """
     width, tp = compute_bytes(config.train), config.parallel.tp
     norms = 2 if model.post_norm else 0
@@ -159,7 +162,8 @@ def block_activations(model: ModelConfig, block: BlockSpec, config: RunConfig) -
     else:
         mlp = _mlp(feed_forward, compiled=config.parallel.compile)
         kept += _Kept(cut=2 * model.hidden_size + mlp)
-    return _ceil(width * kept.cut + scores, tp) + width * kept.gathered
+    fp8 = fp8_kept(config, block)
+    return _ceil(width * kept.cut + scores + fp8.cut, tp) + width * kept.gathered + fp8.gathered
 
 
 def _attention(spec: AttentionSpec, tp: int) -> _Kept:

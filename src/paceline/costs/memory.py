@@ -33,6 +33,7 @@ from paceline.config.optim import OptimConfig
 from paceline.config.run import RunConfig
 from paceline.costs.activations import activations_per_token, compute_bytes, logits_bytes
 from paceline.costs.grid import RankGrid
+from paceline.costs.low_precision import linears_in_fp8
 from paceline.costs.parameters import Shape, rank_shapes
 from paceline.costs.placement import is_expert, local_box
 from paceline.costs.stages import stages_of_rank
@@ -157,7 +158,7 @@ class _HeldParameters:
             largest_block=max(blocks.values(), default=0),
             embedding=sum(count for name, count in numel.items() if name.startswith("embed.")),
             head=numel.get("head.weight", 0),
-            fp8=sum(count for name, count in numel.items() if is_in_fp8(name, config)),
+            fp8=_in_fp8(numel, config),
         )
 
     @property
@@ -182,14 +183,14 @@ def _group(names: Iterable[str], numel: Mapping[str, int], shapes: Mapping[str, 
     )
 
 
-def is_in_fp8(name: str, config: RunConfig) -> bool:
-    """Whether `train.precision = "fp8"` takes a parameter of that name, if its sizes fit."""
-    found = re.fullmatch(r"blocks\.(\d+)\.(attention|feed_forward)\.(\w+_proj)\.weight", name)
-    train, layers = config.train, config.model.num_layers
-    if found is None or train.precision != "fp8":
-        return False
-    skipped = {index % layers for index in train.fp8_skip_layers}
-    return int(found[1]) not in skipped and found[3] not in train.fp8_skip_linears
+def _in_fp8(numel: Mapping[str, int], config: RunConfig) -> int:
+    """Elements of the weights that are multiplied in fp8."""
+    if config.train.precision != "fp8":
+        return 0
+    linears = {block.index: linears_in_fp8(config, block) for block in config.model.blocks()}
+    of_linear = re.compile(r"blocks\.(\d+)\.(attention|feed_forward)\.(\w+_proj)\.weight")
+    named = ((of_linear.fullmatch(name), count) for name, count in numel.items())
+    return sum(count for found, count in named if found and found[3] in linears.get(int(found[1]), ()))
 
 
 def is_matrix(name: str, shape: Shape) -> bool:

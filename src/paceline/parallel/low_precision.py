@@ -124,17 +124,20 @@ def use_fp8(stage: Transformer, options: Fp8Options, weights: Fp8Weights, *, cac
     skipped = {index % stage.config.num_layers for index in options.skip_layers}
     for index, block in stage.blocks.items():
         if int(index) not in skipped:
-            members = _change_block(f"blocks.{index}", block, options)
+            members = _change_block(f"blocks.{index}", block, options, rotary=stage.rope is not None)
             if members and cached and options.cached:
                 weights.keep(block, members)
 
 
-def _change_block(prefix: str, block: nn.Module, options: Fp8Options) -> list[JoinedLinears]:
+def _change_block(prefix: str, block: nn.Module, options: Fp8Options, *, rotary: bool) -> list[JoinedLinears]:
     members = []
     for name, module in block.named_children():
         # a mixture of experts is neither: its experts stay in bf16
         if isinstance(module, GroupedQueryAttention | LatentAttention | FeedForward):
-            members += list(_change_sublayer(f"{prefix}.{name}", module, options))
+            changed = list(_change_sublayer(f"{prefix}.{name}", module, options))
+            if isinstance(module, GroupedQueryAttention) and (rotary or module.q_norm is not None):
+                _set_values_apart(module, changed)
+            members += changed
     return members
 
 
@@ -179,6 +182,20 @@ def _project(
         )
 
     return project
+
+
+def _set_values_apart(attention: GroupedQueryAttention, products: Sequence[JoinedLinears]) -> None:
+    """Values in memory of their own. Attention keeps them as they are, and as a part of the joined output they would
+    keep all of it, also queries and keys as they were before positions were put into them."""
+    if not any(attention.v_proj in each.linears and len(each.linears) > 1 for each in products):
+        return
+    joined = attention.project
+
+    def project(x: Tensor) -> tuple[Tensor, ...]:
+        *others, values = joined(x)
+        return (*others, values.clone())
+
+    attention.project = project  # type: ignore[method-assign, assignment]
 
 
 def _forward(alone: JoinedLinears) -> Callable[[Tensor], Tensor]:
