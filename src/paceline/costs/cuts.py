@@ -31,7 +31,7 @@ def layers_by_rank(layers: int, pp: int, cut: Cut, head_layers: float, stages_pe
         return _greedy(layers, pp, head_layers)
     if stages > layers:
         return tuple(float(layers) / pp for _ in range(pp))
-    by_stage = [end for end in partition([1000] * layers, round(1000 * head_layers), stages)]
+    by_stage = list(partition([1000] * layers, round(1000 * head_layers), stages))
     return tuple(float(sum(by_stage[rank::pp])) for rank in range(pp))
 
 

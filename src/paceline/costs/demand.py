@@ -74,7 +74,11 @@ class Demand:
     tp_node: Number
     """... over the network, ..."""
     tp_calls: Number
-    """... and collectives one after another (a tree's steps count)."""
+    """... and collectives."""
+    tp_crowd: Number
+    """Collectives times ranks of the group, where a pipeline's sends to other nodes go on beside them."""
+    tp_wide: Number
+    """Collectives times (nodes of the group - 1)."""
     cp_fast: Number
     """Ring: hides behind attention."""
     cp_node: Number
@@ -95,7 +99,7 @@ class Demand:
 
     dp_size: Number
     grads_fast: Number
-    """Reduction of all gradients of the fullest rank, once a step (or, zero 3, once a micro-batch)."""
+    """Reduce-scatter of all gradients of the fullest rank, once a step (or, zero 3, once a micro-batch)."""
     grads_node: Number
     params_fast: Number
     """Gathering of its parameters."""
@@ -369,7 +373,9 @@ def _tensor_parallel(work: Workload, cluster: Cluster, tokens: float) -> dict[st
     return {
         "tp_fast": times * wire * group.fast_wire,
         "tp_node": times * wire * group.node_wire,
-        "tp_calls": times * group.steps,
+        "tp_calls": times * (work.tp > 1),
+        "tp_crowd": times * work.tp * float(work.tp > 1 and work.pp > 1 and not _stages_in_one_domain(work, cluster)),
+        "tp_wide": times * (work.tp / group.inside - 1) if work.tp > 1 else 0.0,
     }
 
 
@@ -420,12 +426,15 @@ def _head(work: Workload, tokens: float, rates: _Rates) -> dict[str, float]:
     }
 
 
+def _stages_in_one_domain(work: Workload, cluster: Cluster) -> bool:
+    """Whether no send leaves a domain of fast links; where some do, the slower link decides."""
+    return cluster.domain >= cluster.gpus // work.pp * work.pp
+
+
 def _pipeline(work: Workload, cluster: Cluster, tokens: float) -> dict[str, float]:
     if work.pp == 1:
         return {"pp_fast": 0.0, "pp_node": 0.0, "pp_crosses": 0.0}
-    stride = cluster.gpus // work.pp
-    fast = cluster.domain >= cluster.gpus or (stride < cluster.domain and cluster.domain // stride >= work.pp)
-    # stages that lie in one domain where some neighbours do: the slower link decides
+    fast = _stages_in_one_domain(work, cluster)
     size = 2.0 * tokens * work.model.hidden_size / (work.tp if work.scattered_sends else 1)
     gpu = cluster.gpu.nvlink_gb_per_s or (cluster.gpu.pcie_gb_per_s or 16.0) * 0.5
     return {
@@ -453,15 +462,14 @@ def _data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[fl
     expert_group = Group.of(cluster, expert_shards, work.ep * work.etp)
     gradient = 2.0 if work.reduce_bf16 else 4.0
     sharded = work.zero == 3
-    reduce_times = 1 if work.zero else 2
     wires = {"fast": 0.0, "node": 0.0}
     params = {"fast": 0.0, "node": 0.0}
     count: float
     for count, over in ((dense_here, group), (experts_here, expert_group)):
         if over.size == 1 or not count:
             continue
-        wires["fast"] += reduce_times * ramped(gradient * count * over.share) * over.fast_wire
-        wires["node"] += reduce_times * ramped(gradient * count * over.share) * over.node_wire
+        wires["fast"] += ramped(gradient * count * over.share) * over.fast_wire
+        wires["node"] += ramped(gradient * count * over.share) * over.node_wire
         if work.zero:
             params["fast"] += ramped(2.0 * count * over.share) * over.fast_wire
             params["node"] += ramped(2.0 * count * over.share) * over.node_wire

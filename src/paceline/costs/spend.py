@@ -44,12 +44,14 @@ class _Pass:
 
 
 def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
-    tp_once = d.tp_fast / p.nvlink_efficiency + d.tp_node / p.network_efficiency + d.tp_calls * p.call_us * 1e-6
+    tp_once = d.tp_fast / p.nvlink_efficiency + d.tp_node / p.network_efficiency
+    tp_once = tp_once + (d.tp_calls * p.call_us + d.tp_wide * p.wide_call_us) * 1e-6
     tp_once = tp_once * (1 - p.tensor_overlap)
     ep_once = d.ep_fast / p.nvlink_efficiency + d.ep_node / p.network_efficiency + d.ep_calls * p.call_us * 1e-6
     ep_once = ep_once * (1 - p.expert_overlap)
     cp_once = d.cp_fast / p.nvlink_efficiency + d.cp_node / p.network_efficiency
     host = d.launches * p.launch_us * 1e-6 + (d.tp_calls + d.ep_calls) * p.call_launch_us * 1e-6
+    host = host + d.tp_crowd * p.crowded_call_us * 1e-6
     attention = d.attention_forward / p.attention_efficiency
     forward = _pass(
         gemm=d.gemm_forward / p.gemm_efficiency,
@@ -107,6 +109,7 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
     # what the last backward and the next forward can hide
     stage_forward, stage_backward = at * forward.total, at * backward.total
     reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / p.network_efficiency
+    reduce = reduce * np.where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
     gather = d.params_fast / p.nvlink_efficiency + d.params_node / p.network_efficiency
     once = _exposed(reduce, p.gradient_overlap * stage_backward) + _exposed(gather, p.parameter_overlap * stage_forward)
     always = m * (

@@ -1,0 +1,224 @@
+"""How many bytes does a rank hold, in any framework? Bytes by kind at each position of a pipeline.
+
+`costs/memory.py` counts Paceline's states by shape and its saved tensors by name, exactly; this counts by the
+profile's few numbers, for frameworks whose tensors nobody here can list, and fast enough for a search. Both agree for
+Paceline (tests/costs/test_footprint.py).
+
+Everything is linear in the profile's numbers (`LINEAR`), so that they can be fitted by least squares.
+Sources: states ZeRO, arXiv:1910.02054; activations arXiv:2205.05198; pipelines hold min(m, p - i) micro-batches on
+stage i, interleaved ones (1 + (p - 1) / (p v)) p / v times a stage's (arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paceline.config.model import ModelConfig, MoESpec
+from paceline.costs.demand import block_groups, edge_parameters, layer_parameters
+from paceline.costs.profiles import Profile
+from paceline.costs.workload import Cluster, Workload
+
+LINEAR = (
+    "states",
+    "accumulated",
+    "kept_hidden",
+    "kept_gathered",
+    "kept_heads",
+    "kept_ffn",
+    "kept_scores",
+    "logit_bytes",
+    "framework_gib",
+)
+"""Fields of a `Profile` that memory is linear in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of a rank at one position of the pipeline, by kind."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    """Masters and moments."""
+    gathered: float
+    """Parameters and gradients that are whole for a while (ZeRO-3, FSDP)."""
+    activations: float
+    logits: float
+    framework: float
+    """Libraries, communicators' buffers, fragmentation: what the arithmetic does not say."""
+
+    @property
+    def states(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.states + self.gathered + self.activations + self.logits + self.framework
+
+    @property
+    def moments(self) -> Mapping[str, float]:
+        """Bytes at start-up, forward peak, backward peak and the optimizer's step."""
+        return {
+            "start_up": self.states + self.framework,
+            "forward_peak": self.states + self.gathered + self.activations + self.logits / 2 + self.framework,
+            "backward_peak": self.total,
+            "optimizer_step": self.states + self.framework,
+        }
+
+
+@lru_cache(maxsize=256)
+def _widths(model: ModelConfig) -> tuple[float, float, float, float, bool]:
+    """Of an average layer: heads' width, MLP width a token (experts: times top-k), rows' width, heads, gated."""
+    heads = ffn = rows = number = 0.0
+    gated = True
+    for block, count in block_groups(model):
+        spec = block.attention
+        heads += count * (
+            spec.num_heads * (spec.qk_head_dim + spec.v_head_dim)
+            + spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim)
+        )
+        number += count * spec.num_heads
+        feed_forward = block.feed_forward
+        if isinstance(feed_forward, MoESpec):
+            ffn += count * feed_forward.top_k * feed_forward.expert.ffn_size
+            rows += count * 2 * feed_forward.top_k * feed_forward.hidden_size
+            if feed_forward.shared is not None:
+                ffn += count * feed_forward.shared.ffn_size
+            gated = feed_forward.expert.gated
+        else:
+            ffn += count * feed_forward.ffn_size
+            gated = feed_forward.gated
+    layers = model.num_layers + model.mtp_layers
+    return heads / layers, ffn / layers, rows / layers, number / layers, gated
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parameters:
+    """On one pipeline rank."""
+
+    here: float
+    """All, of this rank of tp and ep."""
+    shard: float
+    """Of which this rank keeps the optimizer's state."""
+    largest_layer: float
+
+
+def _parameters(work: Workload, cluster: Cluster, layers: float, *, first: bool, last: bool) -> _Parameters:
+    dense, experts = layer_parameters(work.model)
+    embedding, head = edge_parameters(work.model)
+    tied = work.model.tie_embeddings
+    edges = embedding * first + head * (last and not (first and tied))
+    edges += embedding * (last and not first and work.model.mtp_layers > 0)
+    dense_here = (layers * dense + edges) / work.tp
+    experts_here = layers * experts / (work.ep * work.etp)
+    shards = max(1, work.dp(cluster.gpus) * work.cp // work.dp_replicate) if work.zero else 1
+    expert_shards = max(1, cluster.gpus // work.pp // (work.ep * work.etp)) if work.zero else 1
+    return _Parameters(
+        here=dense_here + experts_here,
+        shard=dense_here / shards + experts_here / expert_shards,
+        largest_layer=dense / work.tp + experts / (work.ep * work.etp),
+    )
+
+
+def micro_batches_held(work: Workload, micro_batches: int, rank: int) -> float:
+    """Whose activations of all its layers a pipeline rank holds at the peak; part of one where it is interleaved."""
+    p, v = work.pp, work.stages_per_rank
+    if p == 1:
+        return 1.0
+    if work.schedule_name in ("zero_bubble", "zbv"):
+        return float(min(micro_batches, p))
+    if v > 1:
+        return min(micro_batches * v, (v - 1) * p + 2 * (p - rank) - 1) / v
+    return float(min(micro_batches, p - rank))
+
+
+def linear_bytes(
+    work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int, profile: Profile
+) -> dict[str, float]:
+    """By field of `LINEAR`: bytes on a pipeline rank for each unit of that number."""
+    first, last = rank == 0, rank == work.pp - 1
+    layers = layers_by_rank[rank]
+    held = _parameters(work, cluster, layers, first=first, last=last)
+    states = _states(work, held, profile)
+    micro_batches = work.micro_batches(cluster.gpus)
+    tokens = work.micro_batch_size * work.seq_len / work.cp
+    heads, ffn, rows, _, gated = _widths(work.model)
+    along = work.tp if work.sequence_parallel else 1
+    in_flight = layers * micro_batches_held(work, micro_batches, rank)
+    width = 4.0 if work.precision == "fp32" else 2.0
+    hidden = width * tokens * work.model.hidden_size
+    full = in_flight if work.recompute != "full" else min(1.0, layers)
+    inputs = hidden / along * in_flight if work.recompute == "full" else 0.0
+    modules = set(work.recompute_modules)
+    cheap = work.recompute == "selective" and work.fused_attention and not modules
+    ffn_bytes = width * tokens * ffn / work.tp * (1 if gated else 2 / 3)
+    if modules & {"mlp", "moe"}:
+        ffn_bytes *= 0.1
+    elif modules & {"moe_act"} or cheap:
+        ffn_bytes *= 2 / 3
+    scores = 0.0
+    if not work.fused_attention and work.recompute != "selective":
+        scores = 5.0 * tokens * work.seq_len * _widths(work.model)[3] / work.tp * full
+    logits = tokens * work.model.vocab_size / work.tp * last
+    if work.chunked_loss:
+        logits *= min(1.0, work.loss_chunk_tokens / tokens)
+    return {
+        "states": sum(states) + inputs,
+        "accumulated": 4.0 * held.here * (micro_batches > 1) * (work.zero < 2),
+        "kept_hidden": (hidden / along * full) * (0.75 if cheap else 1.0) + width * tokens * rows / work.tp / 4 * full,
+        "kept_gathered": hidden * full if work.tp > 1 else 0.0,
+        "kept_heads": width * tokens * heads / work.tp * full,
+        "kept_ffn": ffn_bytes * full,
+        "kept_scores": scores,
+        "logit_bytes": logits,
+        "framework_gib": 2.0**30,
+    }
+
+
+def _states(work: Workload, held: _Parameters, profile: Profile) -> tuple[float, float, float, float]:
+    """Weights, gradients, optimizer, and what is gathered for a while."""
+    width = 4.0 if work.precision == "fp32" else 2.0
+    moments = {"adamw": 8.0, "adamw8bit": 2.06, "muon": 4.5}[work.optimizer]
+    if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
+        gathered = width * (2 * held.largest_layer if work.zero == 3 else held.here) + 4.0 * held.largest_layer
+        return 4.0 * held.shard, 4.0 * held.shard, moments * held.shard, gathered
+    gradient = 2.0 if work.accumulate_bf16 else profile.gradient_bytes
+    gradients = gradient * (held.shard if work.zero == 2 else held.here)
+    if gradient < 4.0 and work.zero < 2:
+        gradients += 4.0 * held.shard
+    masters = 4.0 if width < 4 else 0.0
+    weights = width * held.here * (2.0 if work.fp8_weight_cache else 1.0)
+    if work.offload != "none":
+        return weights, gradients, 2.0 * held.shard, 0.0
+    return weights, gradients, (masters + moments) * held.shard, 0.0
+
+
+def memory_by_stage(
+    work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], profile: Profile
+) -> tuple[StageMemory, ...]:
+    """At each position of the pipeline."""
+    found = []
+    for rank in range(work.pp):
+        units = linear_bytes(work, cluster, layers_by_rank, rank, profile)
+        first, last = rank == 0, rank == work.pp - 1
+        held = _parameters(work, cluster, layers_by_rank[rank], first=first, last=last)
+        weights, gradients, optimizer, gathered = _states(work, held, profile)
+        total = sum(getattr(profile, name) * units[name] for name in LINEAR)
+        activations = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("kept_"))
+        activations += units["states"] - weights - gradients - optimizer - gathered
+        logits = profile.logit_bytes * units["logit_bytes"]
+        known = weights + gradients + optimizer + gathered + activations + logits
+        found.append(
+            StageMemory(
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
+                gathered=gathered,
+                activations=activations,
+                logits=logits,
+                framework=total - known,
+            )
+        )
+    return tuple(found)
