@@ -94,6 +94,7 @@ CHOICES = (
     Choice(name="bf16 sums", sets=("parallel.accumulate_dtype=bf16",)),
     Choice(name="compile", sets=("parallel.compile=true",)),
     Choice(name="fused weight gradients", sets=("parallel.fused_weight_gradients=true",)),
+    Choice(name="expert kernels", sets=("parallel.expert_kernels=grouped",)),
     Choice(name="fp8", sets=("train.precision=fp8",)),
     Choice(name="recompute selective", sets=("parallel.recompute=selective",)),
     Choice(name="recompute full", sets=("parallel.recompute=full",)),

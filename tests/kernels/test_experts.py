@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.kernels import experts as experts_module
 from paceline.kernels.expert_gemm import Rows, product, weight_product
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference, sorted_order
-from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, GradientSums, fused_experts
+from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, GradientSum, fused_experts
 
 ALL_TORCH = ExpertKernels(rows="torch", weight_gradient="torch")
 MIXED = ExpertKernels(rows="torch", forward="triton", input_gradient="torch", weight_gradient="torch")
@@ -162,25 +162,20 @@ def test_every_activation(function: str, gated: bool) -> None:
 def test_gradients_go_to_their_sums() -> None:
     """Two micro-batches; the first replaces whatever was there."""
     first, second = make(CASES["few"]), make(CASES["few"]._replace(tokens=5))
-    sums = GradientSums(
-        up=torch.full_like(first.up, 7.0),
-        up_fresh=torch.tensor(True),
-        down=torch.full_like(first.down, 7.0),
-        down_fresh=torch.tensor(True),
+    up_sum, down_sum = (
+        GradientSum(values=torch.full_like(matrix, 7.0), fresh=torch.tensor(True)) for matrix in (first.up, first.down)
     )
     expected = {"up": torch.zeros_like(first.up), "down": torch.zeros_like(first.down)}
     for inputs in (first, second._replace(up=first.up, down=first.down)):
-        out = fused_experts(
-            inputs.x, inputs.experts, inputs.weights, None, inputs.up, inputs.down, function="silu", sums=sums
-        )
+        out = fused_experts(*inputs[:6], function="silu", up_sum=up_sum, down_sum=down_sum)
         out.backward(inputs.grad)
         usual = run_fused(inputs)
         expected = {name: value + usual[name] for name, value in expected.items()}
         assert inputs.x.grad is not None and inputs.weights.grad is not None
         assert torch.equal(inputs.x.grad, usual["x"]) and torch.equal(inputs.weights.grad, usual["weights"])
     assert first.up.grad is None and first.down.grad is None
-    assert not sums.up_fresh and not sums.down_fresh
-    compare({"up": sums.up, "down": sums.down}, expected, 1e-12)
+    assert not up_sum.fresh and not down_sum.fresh
+    compare({"up": up_sum.values, "down": down_sum.values}, expected, 1e-12)
 
 
 def test_no_tokens_at_all() -> None:

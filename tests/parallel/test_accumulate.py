@@ -13,7 +13,14 @@ from torch._dynamo.utils import counters
 
 from distributed import run
 from paceline.config.parallel import ParallelConfig
-from paceline.parallel.accumulate import AccumulatingLinear, Place, Target, accumulate_products, announce_products
+from paceline.parallel.accumulate import (
+    AccumulatingExperts,
+    AccumulatingLinear,
+    Place,
+    Target,
+    accumulate_products,
+    announce_products,
+)
 from paceline.parallel.apply import parallelize
 from paceline.parallel.buckets import plan_buckets
 from paceline.parallel.flat import FlatEngine
@@ -76,6 +83,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},
     "tied, experts, biases": {"model": {"tied": True, "moe": True, "qkv_bias": True}},
+    "fused experts": {"model": {"moe": True}, "expert_kernels": "grouped"},
+    "fused experts, full": {"model": {"moe": True}, "expert_kernels": "triton", "recompute": "full", "zero": 0},
     "offload": {"offload": "optimizer"},
     "frozen": {"frozen": ("embed.", "blocks.1.")},
 }
@@ -85,11 +94,14 @@ def _cases(rank: int, world_size: int) -> list[str]:
     for name, options in CASES.items():
         usual, fused = (_engine(rank, world_size, on, **options) for on in (False, True))
         assert _layers(fused) and not _layers(usual)
+        experts = [module for module in fused.stages[0].modules() if isinstance(module, AccumulatingExperts)]
+        assert bool(experts) == ("expert_kernels" in options)
         for step, accumulation in ((0, 1), (1, 2), (2, 2)):
             expected = _step(usual, rank, world_size, step, accumulation)
             _compare(_step(fused, rank, world_size, step, accumulation), expected)
         if not options.get("frozen"):
             assert all(layer.weight.grad is None and layer.place is not None for layer in _layers(fused).values()), name
+            assert all(module.up_weight.grad is None and module.down_sum is not None for module in experts), name
         # all buckets of a usual model have been sent before `finish`; behind a frozen embedding nobody tells of block 0
         with_last = [_sent_in_backward(engine, rank, world_size) for engine in (usual, fused)]
         assert with_last[0] == with_last[1] or options.get("frozen"), (name, with_last)

@@ -127,6 +127,11 @@ OPTIONS = (
         because="the model has no experts (model.num_experts = 0).",
     ),
     Idle(
+        keys=("parallel.expert_kernels",),
+        where=lambda asked: not asked.model.is_moe,
+        because="the model has no experts (model.num_experts = 0).",
+    ),
+    Idle(
         keys=("model.moe.bias_update_rate",),
         where=lambda asked: asked.model.is_moe and not asked.model.moe.bias_balance,
         because="model.moe.bias_balance is off.",

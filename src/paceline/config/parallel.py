@@ -53,6 +53,10 @@ class ParallelConfig(Section):
     fused_weight_gradients: bool = False
     """Matrix products of the flat engine's backward add weight gradients to their buckets themselves, in place of a
     gradient that is written, read and added."""
+    expert_kernels: Literal["plain", "grouped", "triton"] = "plain"
+    """What computes the experts of a mixture: operations of torch; kernels of ours around torch's grouped products; or
+    products of ours too, which pick an expert's tokens while they load. With `fused_weight_gradients` the last two add
+    the experts' weight gradients to the buckets themselves."""
     recompute: RecomputeMode | tuple[RecomputeMode, ...] = "none"
     """What backward computes again instead of storing: `none`, `selective`, `full`, or one of these for each layer."""
     compile: bool = False

@@ -31,7 +31,6 @@ from paceline.kernels import expert_gemm, expert_rows
 from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference
 from paceline.kernels.expert_rows import ActivationFunction
-from paceline.kernels.grouped_gemm import why_not_grouped
 
 Provider = Literal["torch", "triton"]
 
@@ -65,24 +64,13 @@ TRITON = ExpertKernels(forward="triton", input_gradient="triton")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientSums:
-    """Where backward adds the gradients of the matrices, in place of handing them to autograd."""
+class GradientSum:
+    """Where backward adds the gradient of a stack of matrices, in place of handing it to autograd."""
 
-    up: Tensor
+    values: Tensor
     """In the shape of the parameter."""
-    up_fresh: Tensor
-    """Bool scalar in host memory: what `up` holds is to be replaced."""
-    down: Tensor
-    down_fresh: Tensor
-
-
-def why_not_fused(x: Tensor, up: Tensor, down: Tensor) -> str:
-    """The reason why the kernels cannot take these tensors; empty if they can, or on a CPU, where torch takes all."""
-    if not x.is_cuda:
-        return ""
-    if not _has_triton():
-        return "Triton is not installed"
-    return why_not_grouped(x, up.flatten(1, 2)) or why_not_grouped(x, down)
+    fresh: Tensor
+    """Bool scalar in host memory: what `values` holds is to be replaced."""
 
 
 def fused_experts(
@@ -95,7 +83,8 @@ def fused_experts(
     *,
     function: ActivationFunction,
     kernels: ExpertKernels = GROUPED,
-    sums: GradientSums | None = None,
+    up_sum: GradientSum | None = None,
+    down_sum: GradientSum | None = None,
 ) -> Tensor:
     """[N, C]: the weighted sum of what each token's experts say.
 
@@ -105,9 +94,9 @@ def fused_experts(
         kept_NK: bool, False where an assignment was dropped.
         up_EMFC: the gate first, if there is one; laid out as in `nn.Linear`, like ``down_ECF``.
     """
-    places: tuple[Tensor | None, ...] = (None,) * 4
-    if sums is not None and torch.is_grad_enabled():
-        places = (sums.up, sums.up_fresh, sums.down, sums.down_fresh)
+    places: list[Tensor | None] = []
+    for side in (up_sum, down_sum):
+        places += [None, None] if side is None or not torch.is_grad_enabled() else [side.values, side.fresh]
     out: Tensor = _Experts.apply(
         x_NC, experts_NK, weights_NK, kept_NK, up_EMFC, down_ECF, function, kernels.spelled(), *places
     )
@@ -183,6 +172,8 @@ _OPERANDS = (
     "Tensor grad, Tensor x, Tensor order, Tensor place, Tensor ends, int top_k, bool grad_picked, bool x_picked,"
     " str kernels"
 )
+FORWARD_OPERATION = torch.ops.paceline.experts_forward.default
+"""What recomputation may store the outputs of."""
 library.define(_PREFIX + "weight_gradient", f"({_OPERANDS}) -> Tensor")
 library.define(_PREFIX + "add_weight_gradient", f"(Tensor(a!) sums, Tensor(b!) fresh, {_OPERANDS}) -> ()")
 
@@ -200,7 +191,7 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """The output, the hidden numbers [A, M, F], and the order."""
     who, top_k = ExpertKernels.of(kernels), experts_NK.shape[1]
-    steps, order = _row_steps(who.rows, x_NC), _order(who.rows, experts_NK, kept_NK, len(up_EMFC))
+    steps, order = row_steps(who.rows, x_NC), expert_order(experts_NK, kept_NK, len(up_EMFC), who.rows)
     rows = Rows(x_NC, order, top_k, picked=True, spread=steps.spread)
     up_ECH = up_EMFC.flatten(1, 2).transpose(1, 2)
     gated = up_EMFC.shape[1] == 2
@@ -250,7 +241,7 @@ def _backward(
     """Gradients of tokens and of weights; the gradient of the hidden numbers [A, H] and the activation's output, which
     the gradients of the matrices are made of; the output's gradient, [A, C], where that is written out for them too."""
     who, top_k = ExpertKernels.of(kernels), weights_NK.shape[1]
-    steps, order = _row_steps(who.rows, grad_NC), ExpertOrder(order_A, place_A, ends_E)
+    steps, order = row_steps(who.rows, grad_NC), ExpertOrder(order_A, place_A, ends_E)
     products = _products(who.input_gradient, grad_NC)
     grad = Rows(grad_NC.contiguous(), order, top_k, picked=True, spread=steps.spread)
     grad_act_AF = products.product(grad, down_ECF)
@@ -370,7 +361,7 @@ def _add(
     first: bool,
 ) -> None:
     who = ExpertKernels.of(kernels)
-    spread = _row_steps(who.rows, out_EDX).spread
+    spread = row_steps(who.rows, out_EDX).spread
     operands = [Rows(values.contiguous(), order, top_k, picked=picked, spread=spread) for values, picked in (grad, x)]
     _products(who.weight_gradient, out_EDX).weight_product(*operands, out_EDX, first=first)
 
@@ -379,11 +370,11 @@ def _add(
 
 
 def _ours(provider: Provider, x: Tensor) -> bool:
-    return provider == "triton" and x.is_cuda
+    return provider == "triton" and x.is_cuda and x.dtype != torch.float64 and has_triton()
 
 
-def _row_steps(provider: Provider, x: Tensor) -> Any:
-    """`expert_rows`, or what stands for it."""
+def row_steps(provider: Provider, x: Tensor) -> Any:
+    """`expert_rows`, or what stands for it: the module with `spread`, `combine` and what is between."""
     if not _ours(provider, x):
         return expert_rows
     from paceline.kernels import expert_rows_triton
@@ -391,7 +382,10 @@ def _row_steps(provider: Provider, x: Tensor) -> Any:
     return expert_rows_triton
 
 
-def _order(provider: Provider, experts_NK: Tensor, kept_NK: Tensor | None, num_experts: int) -> ExpertOrder:
+def expert_order(
+    experts_NK: Tensor, kept_NK: Tensor | None, num_experts: int, provider: Provider = "triton"
+) -> ExpertOrder:
+    """See `ExpertOrder`; as `expert_order_reference`. Nothing is read by the host."""
     if not _ours(provider, experts_NK):
         return expert_order_reference(experts_NK, kept_NK, num_experts)
     from paceline.kernels.expert_order_triton import expert_order_triton
@@ -409,5 +403,6 @@ def _products(provider: Provider, x: Tensor) -> Any:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether it is installed."""
     return importlib.util.find_spec("triton") is not None

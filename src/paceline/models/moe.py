@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.model import FeedForwardSpec, MoESpec
+from paceline.config.model import Activation, FeedForwardSpec, MoESpec
+from paceline.kernels.expert_rows import ActivationFunction
+from paceline.kernels.experts import ExpertKernels, GradientSum, fused_experts
 from paceline.kernels.grouped_gemm import grouped_gemm
 from paceline.models.feed_forward import FeedForward, activation_function
 from paceline.models.router import Router, Routing
@@ -30,39 +32,58 @@ class BlockExtras(NamedTuple):
     """int64 scalar, assignments of tokens here that were dropped for lack of capacity."""
 
 
+class Chosen(NamedTuple):
+    """Rows as they came, each with the experts it is for: the experts sort them, and add up what each row's say."""
+
+    experts: Tensor
+    """int64 [N, K]."""
+    kept: Tensor | None
+    """bool [N, K], False where the assignment was dropped; None = all are kept."""
+
+
 class Dispatched(NamedTuple):
-    """Rows brought to their experts, sorted by expert."""
+    """Rows brought to their experts: sorted by expert, or as they came."""
 
     rows: Tensor
-    """[A, C]."""
+    """[A, C]; as they came: [N, C]."""
     weights: Tensor
-    """[A], in the order of the rows."""
+    """[A], in the order of the rows; as they came: [N, K]."""
     counts: Tensor
-    """[E] rows of each (local) expert."""
+    """[E] rows of each (local) expert, where they are sorted."""
     route: Any
     """What `combine` of the same dispatcher needs to bring rows back."""
+    chosen: Chosen | None = None
+    """Where rows are as they came."""
 
 
 class TokenDispatcher(Protocol):
     """The seam of expert parallelism: brings tokens to experts and their outputs back."""
 
-    def dispatch(self, x_NC: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_NC: Tensor, routing: Routing, *, sort: bool = True) -> Dispatched:
         """Brings the tokens here to the experts they chose, and to this rank's experts the tokens that chose them.
 
         Assignments that were dropped need not travel: their weight is 0.
+
+        Args:
+            sort: by expert; otherwise rows are left as they come, with their `Chosen` beside them.
         """
         ...
 
     def combine(self, rows_AC: Tensor, route: Any) -> Tensor:
-        """Sums the K rows of each token: [N, C]. The experts have applied the weights already."""
+        """Sums the K rows of each token: [N, C]. The experts have applied the weights already.
+
+        Rows are as they were dispatched: sorted, or as they came.
+        """
         ...
 
 
 class LocalDispatcher:
     """All experts are here: a sort and two gathers."""
 
-    def dispatch(self, x_NC: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_NC: Tensor, routing: Routing, *, sort: bool = True) -> Dispatched:
         experts_NK = routing.experts
+        if not sort:
+            return Dispatched(x_NC, routing.weights, routing.load, None, Chosen(experts_NK, routing.kept))
         order_A = experts_NK.flatten().argsort(stable=True)
         inverse_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
         route = (order_A, inverse_A, experts_NK.shape[1])
@@ -71,7 +92,7 @@ class LocalDispatcher:
         return Dispatched(rows_AC, routing.weights.flatten().gather(0, order_A), routing.load, route)
 
     def combine(self, rows_AC: Tensor, route: Any) -> Tensor:
-        return GatherRows.apply(rows_AC, *route)
+        return rows_AC if route is None else GatherRows.apply(rows_AC, *route)
 
 
 def _spread(x_NC: Tensor, order_A: Tensor, top_k: int) -> Tensor:
@@ -123,7 +144,16 @@ class Experts(nn.Module):
     `up_weight` is [E, M, F, C] with the gate first, so that one grouped product makes gate and up, and cutting F
     over ranks keeps that true; `down_weight` is [E, C, F]. E may be some of the experts, F a part of their width: the
     output is then a part of a sum, to which one rank alone adds the bias (`down_bias_share`).
+
+    With `kernels` they compute from rows as they come (`kernels/experts.py`), and may be told where backward adds the
+    matrices' gradients (`aim`).
     """
+
+    kernels: ExpertKernels | None = None
+    up_sum: Tensor | None = None
+    up_fresh: Tensor | None = None
+    down_sum: Tensor | None = None
+    down_fresh: Tensor | None = None
 
     def __init__(
         self,
@@ -137,6 +167,7 @@ class Experts(nn.Module):
         E, C, F_, M = num_experts, spec.hidden_size, spec.ffn_size, 2 if spec.gated else 1
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.activation = activation_function(spec.activation)
+        self.function = _FUSED_FUNCTIONS[spec.activation]
         self.dropout = dropout
         self.down_bias_share = 1.0
         self.up_weight = nn.Parameter(torch.empty(E, M, F_, C, **factory))
@@ -144,8 +175,24 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(E, M, F_, **factory)) if spec.bias else None
         self.down_bias = nn.Parameter(torch.empty(E, C, **factory)) if spec.bias else None
 
-    def forward(self, rows_AC: Tensor, weights_A: Tensor, counts_E: Tensor) -> Tensor:
-        """Output rows, already multiplied by their weights. Rows are sorted by expert."""
+    def why_not_fused(self) -> str:
+        """The reason why `kernels` cannot compute these experts; empty if they can."""
+        if self.up_bias is not None:
+            return "experts have biases (model.mlp_bias)"
+        return "experts have dropout (model.moe.expert_dropout)" if self.dropout else ""
+
+    def aim(self, attribute: str, place: Tensor | None, fresh: Tensor | None) -> None:
+        """The backward of the next forward by `kernels` adds the gradient of ``up_weight`` or ``down_weight`` to
+        ``place``; None: it goes to autograd, as usual."""
+        side = attribute.removesuffix("_weight")
+        setattr(self, f"{side}_sum", place)
+        setattr(self, f"{side}_fresh", fresh)
+
+    def forward(self, rows_AC: Tensor, weights_A: Tensor, counts_E: Tensor, chosen: Chosen | None = None) -> Tensor:
+        """Output rows, already multiplied by their weights. Rows are sorted by expert, or as they came with what they
+        have ``chosen``."""
+        if chosen is not None:
+            return self._fused(rows_AC, weights_A, chosen)
         hidden_AH = grouped_gemm(rows_AC, self.up_weight.flatten(1, 2), counts_E)
         expert_A = None
         if self.up_bias is not None:
@@ -164,6 +211,35 @@ class Experts(nn.Module):
             weight_A1 = weight_A1 * self.down_bias_share
             out_AC = out_AC + (self.down_bias.index_select(0, expert_A) * weight_A1).to(out_AC.dtype)
         return out_AC
+
+    def _fused(self, x_NC: Tensor, weights_NK: Tensor, chosen: Chosen) -> Tensor:
+        assert self.kernels is not None and not self.why_not_fused()
+        return fused_experts(
+            x_NC,
+            chosen.experts,
+            weights_NK,
+            chosen.kept,
+            self.up_weight,
+            self.down_weight,
+            function=self.function,
+            kernels=self.kernels,
+            up_sum=_sum_of(self.up_sum, self.up_fresh),
+            down_sum=_sum_of(self.down_sum, self.down_fresh),
+        )
+
+
+def _sum_of(values: Tensor | None, fresh: Tensor | None) -> GradientSum | None:
+    return None if values is None or fresh is None else GradientSum(values=values, fresh=fresh)
+
+
+_FUSED_FUNCTIONS: dict[Activation, ActivationFunction] = {
+    "swiglu": "silu",
+    "geglu": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""What `activation_function` is called by `kernels/experts.py`."""
 
 
 class MoE(nn.Module):
@@ -192,6 +268,6 @@ class MoE(nn.Module):
 
     def run_experts(self, x_NC: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of what each token's experts say."""
-        sent = self.dispatcher.dispatch(x_NC, routing)
-        out_AC = self.experts(sent.rows, sent.weights, sent.counts)
+        sent = self.dispatcher.dispatch(x_NC, routing, sort=self.experts.kernels is None)
+        out_AC = self.experts(sent.rows, sent.weights, sent.counts, sent.chosen)
         return self.dispatcher.combine(out_AC, sent.route)

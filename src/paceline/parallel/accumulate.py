@@ -8,10 +8,12 @@
 products of the block have been issued; autograd says so through that input's hook, and the engine counts them as it
 counts gradients.
 
-What stays on the usual way: everything but matrices of plain linear layers (norms, biases, embeddings, the head,
-experts), weights that are tied, frozen, or multiplied by other code than their layer's own forward (fp8; but tensor
-parallelism's products know places), and any weight whose gradient somebody watches with a hook, as the search for
-non-finite gradients does.
+Experts that are computed by kernels of ours (`parallel.expert_kernels`) take part in the same way, with two places.
+
+What stays on the usual way: everything but matrices of plain linear layers and of such experts (norms, biases,
+embeddings, the head), weights that are tied, frozen, or multiplied by other code than their layer's own forward (fp8;
+but tensor parallelism's products know places), and any weight whose gradient somebody watches with a hook, as the
+search for non-finite gradients does.
 
 In a compiled block the place is an input of the graph, which the backward changes. Torch traces that as a copy and
 takes the copy out again (2.11 - 2.13; tests/parallel/test_accumulate.py sees that it does).
@@ -28,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.kernels.weight_gradient import accumulate_weight_gradient
+from paceline.models.moe import Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,17 @@ class AccumulatingLinear(nn.Linear):
         # which saved them too, waits for its backward
         self.place = None if place is None else place.gradient.data
         self.fresh = None if place is None else place.fresh.data
+
+
+class AccumulatingExperts(Experts):
+    """Experts that may be given the places of their matrices' gradients. Made, like `AccumulatingLinear`, of others."""
+
+
+def accumulates(layer: nn.Module, attribute: str) -> bool:
+    """Whether the layer's backward can be told where to add this parameter's gradient."""
+    if isinstance(layer, AccumulatingExperts):
+        return attribute in ("up_weight", "down_weight")
+    return isinstance(layer, AccumulatingLinear) and attribute == "weight"
 
 
 def place_of(layer: nn.Linear) -> Place | None:
@@ -98,7 +112,8 @@ class _AccumulatingProduct(torch.autograd.Function):
 
 
 def accumulate_products(blocks: Sequence[nn.Module], *, replaced: bool = False) -> None:
-    """Plain linear layers inside become `AccumulatingLinear`, in place; names and parameters stay.
+    """Plain linear layers inside become `AccumulatingLinear`, and experts with kernels `AccumulatingExperts`, in place;
+    names and parameters stay.
 
     After anything that replaces layers or their forward: what it changed is left alone.
 
@@ -109,6 +124,8 @@ def accumulate_products(blocks: Sequence[nn.Module], *, replaced: bool = False) 
         for module in block.modules():
             for layer in list(_plain_layers(module, replaced)):
                 layer.__class__ = AccumulatingLinear  # hooks, names and the parameters' places in the model stay
+            if type(module) is Experts and module.kernels is not None:
+                module.__class__ = AccumulatingExperts
 
 
 def _plain_layers(parent: nn.Module, replaced: bool) -> Iterator[nn.Linear]:
@@ -134,14 +151,26 @@ def _worth_it(layer: nn.Linear) -> bool:
 class Target:
     """A layer, the place that its engine gave its weight, and what is to be called when a product has arrived."""
 
-    layer: AccumulatingLinear
+    layer: AccumulatingLinear | AccumulatingExperts
     place: Place
     arrived: Callable[[], None]
+    attribute: str = "weight"
 
     @property
     def watched(self) -> bool:
         """Somebody wants to see this weight's gradient: there has to be one."""
-        return bool(self.layer.weight._backward_hooks)
+        return bool(getattr(self.layer, self.attribute)._backward_hooks)
+
+    def aim(self) -> bool:
+        """Tells the layer of the place for its next forward; not if somebody watches. True if it has been told."""
+        place = None if self.watched else self.place
+        if isinstance(self.layer, AccumulatingExperts):
+            # .data: see `AccumulatingLinear.aim`
+            tensors = (None, None) if place is None else (place.gradient.data, place.fresh.data)
+            self.layer.aim(self.attribute, *tensors)
+        else:
+            self.layer.aim(place)
+        return place is not None
 
 
 def announce_products(block: nn.Module, targets: Sequence[Target]) -> None:
@@ -154,11 +183,7 @@ def announce_products(block: nn.Module, targets: Sequence[Target]) -> None:
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
-        aimed: list[Target] = []
-        for target in targets:
-            target.layer.aim(None if target.watched else target.place)
-            if not target.watched:
-                aimed.append(target)
+        aimed = [target for target in targets if target.aim()]
 
         @torch.no_grad()
         def through(gradient: Tensor) -> None:

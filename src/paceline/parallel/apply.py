@@ -13,6 +13,7 @@ from paceline.parallel.accumulate import accumulate_products
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.context import shard_sequence
 from paceline.parallel.engine import Engine
+from paceline.parallel.expert.fuse import fuse_experts
 from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.flat import FlatEngine
 from paceline.parallel.fsdp import FsdpEngine
@@ -69,6 +70,8 @@ def parallelize(
         if precision == "fp8":
             assert mesh.size("tp") == 1, "config.exclusions refuses it"
             use_fp8(stage, fp8 or Fp8Options(), fp8_weights, cached=config.engine == "flat")  # inside what recomputes
+        if config.expert_kernels != "plain":
+            fuse_experts(stage, config.expert_kernels, precision, device)
         if config.fused_weight_gradients:
             # last of all that changes layers: takes what is plain, or replaced by tp, whose products know places
             accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1)

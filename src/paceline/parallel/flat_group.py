@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.pieces import ShardedValue
-from paceline.parallel.accumulate import AccumulatingLinear, Place, Target
+from paceline.parallel.accumulate import AccumulatingExperts, AccumulatingLinear, Place, Target, accumulates
 from paceline.parallel.buckets import Bucket, Slot, plan_buckets
 from paceline.parallel.collectives import Pending, all_gather
 from paceline.parallel.engine import MainParameter, ParameterInit
@@ -204,11 +204,12 @@ class FlatGroup:
         for name, site in self._sites.items():
             layer, attribute = site.owners[0]
             # of a tied weight, autograd sums the gradients
-            if len(site.owners) > 1 or attribute != "weight" or not isinstance(layer, AccumulatingLinear):
+            if len(site.owners) > 1 or not accumulates(layer, attribute):
                 continue
             if layer in inside:
+                assert isinstance(layer, AccumulatingLinear | AccumulatingExperts)
                 arrived = functools.partial(self._count, self._slots[name])
-                found.append(Target(layer=layer, place=self._places[name], arrived=arrived))
+                found.append(Target(layer=layer, place=self._places[name], arrived=arrived, attribute=attribute))
         return found
 
     def _arrived(self, slot: Slot, place: Place, gradient: Tensor) -> None:

@@ -19,6 +19,7 @@ from paceline.config.parallel import ParallelConfig
 from paceline.models.moe import BlockExtras, MoE
 from paceline.models.transformer import Transformer
 from paceline.parallel.compile import compile_blocks
+from paceline.parallel.expert.fuse import fuse_experts
 from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.sequence import SequenceLayout
@@ -43,6 +44,8 @@ class Case:
     """Name of a function in `CHANGES`, applied to the layer and its whole input."""
     main_loss: float = 1.0
     compiled: bool = False
+    kernels: bool = False
+    """The experts of the spread layer take rows as they come."""
 
 
 def _skip_first_expert(layer: MoE, x_BTC: Tensor) -> None:
@@ -138,6 +141,9 @@ def compare(case: Case, mesh: ParallelMesh) -> dict[str, float]:
 
     layout = layout_of(case)
     shards = shard_experts(model, mesh, layout)
+    if case.kernels:
+        fuse_experts(model, "grouped", "bf16", torch.device("cpu"))
+        assert layer.experts.kernels is not None
     if case.compiled:
         compile_blocks([layer], backend="aot_eager")
     mesh.traffic.take()

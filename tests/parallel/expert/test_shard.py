@@ -79,6 +79,21 @@ def test_a_compiled_layer_on_parts_of_sequences() -> None:
     assert found[0]["dropped"] > 0
 
 
+def test_experts_that_take_rows_as_they_come() -> None:
+    """Kernels of ours (here their twins) behind every dispatcher, with drops, idle experts and ranks without rows."""
+    switch = SWITCH | {"model": SWITCH["model"] | {"mlp_bias": False}}
+    kinds = {"top2": TOP2, "switch": switch, "capacity": CAPACITY}
+    layouts: list[dict[str, Any]] = [{}, {"ep": 2}, {"etp": 2}, {"tp": 2, "ep": 2}]
+    cases = [Case(parallel=layout, kernels=True, **kind) for layout in layouts for kind in kinds.values()]
+    cases += [
+        Case(parallel={"ep": 2}, kernels=True, change="nobody chooses the first half", **switch),
+        Case(parallel={"ep": 2}, kernels=True, change="tokens go elsewhere", **TOP2),
+        Case(parallel={}, kernels=True, compiled=True, **CAPACITY),
+        Case(parallel={"ep": 2}, kernels=True, compiled=True, **TOP2),
+    ]
+    judge(cases, 2)
+
+
 def test_experts_without_tokens_and_ranks_without_rows() -> None:
     """Nobody chooses an expert, or any expert of a rank; or all tokens of a rank are sent away."""
     idle = [

@@ -6,6 +6,9 @@
       -> sorted by expert over all sources -> experts -> the order in which they came
       -> reduce-scatter over `etp` -> all-to-all over `ep` -> the K rows of each token are added
 
+Where the experts take rows as they come (`parallel.expert_kernels`), the second sort is left to them, the first one is
+their counting sort, and rows are written in one pass each way.
+
 The host waits once for the device, to learn how many rows come: nothing is padded and nothing beyond the router's own
 capacity is dropped.
 
@@ -21,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.models.moe import Dispatched, GatherRows, SpreadRows
+from paceline.kernels.expert_order import ExpertOrder
+from paceline.kernels.experts import expert_order, row_steps
+from paceline.models.moe import Chosen, Dispatched, GatherRows, SpreadRows
 from paceline.models.router import Routing
 from paceline.parallel.collectives import Axis, all_gather
 from paceline.parallel.expert.exchange import all_to_all_rows, exchange, gather_rows, reduce_scatter_rows
@@ -39,16 +44,20 @@ class Route:
     order: Tensor
     """[A] which assignment (n * K + k) each row that is sent stands for."""
     inverse: Tensor
-    """[N * K] which row each assignment is; the number of rows if it is not sent."""
+    """[N * K] which row each assignment is; the number of rows, or -1, if it is not sent."""
+    places: ExpertOrder | None
+    """The same for kernels, where the experts take rows as they come."""
     sent: list[int]
     """Rows to each rank of `ep`."""
     received: list[int]
     """Rows from each rank of `ep`."""
     gathered: list[int]
     """Rows that each rank of `etp` has received."""
-    by_expert: Tensor
-    """[A'] where the rows lie, as they come, sorted by expert."""
-    as_came: Tensor
+    expert_of: Tensor
+    """[A'] which of this rank's experts each row is for, as they come."""
+    by_expert: Tensor | None
+    """[A'] where the rows lie, as they come, sorted by expert; None where they are left as they come."""
+    as_came: Tensor | None
     """[A'] the inverse."""
     counts: Tensor
     """[e] rows of each expert of this rank."""
@@ -68,28 +77,38 @@ class AllToAllDispatcher:
         self._ep, self._etp = ep, etp
         self._experts_of_rank = list(experts_of_rank)
 
-    def dispatch(self, x_NC: Tensor, routing: Routing) -> Dispatched:
-        route = self._plan(routing)
+    def dispatch(self, x_NC: Tensor, routing: Routing, *, sort: bool = True) -> Dispatched:
+        route = self._plan(routing, sort)
         weights_A = routing.weights.flatten().gather(0, route.order)
-        rows: tuple[Tensor, ...] = (SpreadRows.apply(x_NC, route.order, route.inverse, route.top_k), weights_A)
+        if route.places is None:
+            rows_AC = SpreadRows.apply(x_NC, route.order, route.inverse, route.top_k)
+        else:
+            rows_AC = _Spread.apply(x_NC, len(route.order), route.top_k, *route.places)
+        rows: tuple[Tensor, ...] = (rows_AC, weights_A)
         if self._ep.size > 1:
             rows = all_to_all_rows(rows, self._ep, _EP_DISPATCH, sent=route.sent, received=route.received)
         if self._etp.size > 1:
             rows = gather_rows(rows, self._etp, _ETP_DISPATCH, sizes=route.gathered)
+        if route.by_expert is None:
+            chosen = Chosen(route.expert_of[:, None], None)
+            return Dispatched(rows[0], rows[1][:, None], route.counts, route, chosen)
         rows_AC, weights_A = (_Permute.apply(row, route.by_expert, route.as_came) for row in rows)
         return Dispatched(rows_AC, weights_A, route.counts, route)
 
     def combine(self, rows_AC: Tensor, route: Any) -> Tensor:
         assert isinstance(route, Route)
-        rows_AC = _Permute.apply(rows_AC, route.as_came, route.by_expert)
+        if route.by_expert is not None:
+            rows_AC = _Permute.apply(rows_AC, route.as_came, route.by_expert)
         if self._etp.size > 1:
             rows_AC = reduce_scatter_rows(rows_AC, self._etp, "etp/combine/reduce_scatter", sizes=route.gathered)
         if self._ep.size > 1:
             (rows_AC,) = all_to_all_rows((rows_AC,), self._ep, _EP_COMBINE, sent=route.received, received=route.sent)
+        if route.places is not None:
+            return _Combine.apply(rows_AC, route.top_k, *route.places)
         return GatherRows.apply(rows_AC, route.order, route.inverse, route.top_k)
 
     @torch.no_grad()
-    def _plan(self, routing: Routing) -> Route:
+    def _plan(self, routing: Routing, sort: bool) -> Route:
         expert_A = routing.experts.flatten()
         counts_E = routing.load
         if routing.kept is not None:
@@ -103,19 +122,29 @@ class AllToAllDispatcher:
         came = came_QPe.shape[2]
         sources = [sum(part) for part in _split(numbers[len(counts_E) :], [came] * (self._etp.size * self._ep.size))]
         received_by_etp = _split(sources, [self._ep.size] * self._etp.size)
-        order_A = expert_A.argsort(stable=True)[: sum(sent)]
-        inverse_A = torch.full_like(expert_A, len(order_A))
-        inverse_A.scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
-        by_expert_A = _sort_by_expert(came_QPe, sum(sources))
-        as_came_A = torch.empty_like(by_expert_A)
-        as_came_A.scatter_(0, by_expert_A, torch.arange(len(by_expert_A), device=by_expert_A.device))
+        expert_of_A = _expert_of_rows(came_QPe, sum(sources))
+        by_expert_A: Tensor | None = None
+        as_came_A: Tensor | None = None
+        places: ExpertOrder | None = None
+        if sort:
+            order_A = expert_A.argsort(stable=True)[: sum(sent)]
+            inverse_A = torch.full_like(expert_A, len(order_A))
+            inverse_A.scatter_(0, order_A, torch.arange(len(order_A), device=order_A.device))
+            by_expert_A = expert_of_A.argsort(stable=True)
+            as_came_A = torch.empty_like(by_expert_A)
+            as_came_A.scatter_(0, by_expert_A, torch.arange(len(by_expert_A), device=by_expert_A.device))
+        else:
+            places = expert_order(routing.experts, routing.kept, len(routing.load))
+            order_A, inverse_A = places.order[: sum(sent)].long(), places.place
         return Route(
             top_k=routing.experts.shape[1],
             order=order_A,
             inverse=inverse_A,
+            places=places,
             sent=sent,
             received=received_by_etp[self._etp.index],
             gathered=[sum(received) for received in received_by_etp],
+            expert_of=expert_of_A,
             by_expert=by_expert_A,
             as_came=as_came_A,
             counts=came_QPe.sum((0, 1)),
@@ -133,12 +162,11 @@ class AllToAllDispatcher:
         return all_A.view(Q, P, e)
 
 
-def _sort_by_expert(came_QPe: Tensor, total: int) -> Tensor:
-    """Rows lie by source, and within it by expert: where those of the first expert are, of the second, and so on."""
+def _expert_of_rows(came_QPe: Tensor, total: int) -> Tensor:
+    """[A'] rows lie by source, and within it by expert."""
     e = came_QPe.shape[2]
     expert_QPe = torch.arange(e, device=came_QPe.device).expand_as(came_QPe)
-    expert_A = expert_QPe.flatten().repeat_interleave(came_QPe.flatten(), output_size=total)
-    return expert_A.argsort(stable=True)
+    return expert_QPe.flatten().repeat_interleave(came_QPe.flatten(), output_size=total)
 
 
 def _split(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -147,6 +175,40 @@ def _split(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         parts.append(list(numbers[start : start + size]))
         start += size
     return parts
+
+
+class _Spread(torch.autograd.Function):
+    """`SpreadRows` in one pass. Arguments after the tokens: how many rows are sent, K, an `ExpertOrder`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, number: int, top_k: int, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(*order)
+        ctx.top_k = top_k
+        rows_AC: Tensor = row_steps("triton", x_NC).spread(x_NC, ExpertOrder(*order), top_k)
+        return rows_AC[:number]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_AC,) = grads
+        order = ExpertOrder(*ctx.saved_tensors)
+        return row_steps("triton", grad_AC).combine(grad_AC.contiguous(), order, ctx.top_k), *(None,) * 5
+
+
+class _Combine(torch.autograd.Function):
+    """`GatherRows` in one pass: the mirror image of `_Spread`. Arguments after the rows: K, an `ExpertOrder`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_AC: Tensor, top_k: int, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(*order)
+        ctx.top_k, ctx.number = top_k, len(rows_AC)
+        out_NC: Tensor = row_steps("triton", rows_AC).combine(rows_AC.contiguous(), ExpertOrder(*order), top_k)
+        return out_NC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_NC,) = grads
+        rows_AC = row_steps("triton", grad_NC).spread(grad_NC, ExpertOrder(*ctx.saved_tensors), ctx.top_k)
+        return rows_AC[: ctx.number], *(None,) * 4
 
 
 class _Permute(torch.autograd.Function):
