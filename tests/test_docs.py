@@ -114,6 +114,9 @@ def parse(command: Any, line: str) -> None:
         if words and words[0] in command.commands:
             command, words = command.commands[words[0]], words[1:]
             continue
+        if (default := getattr(command, "default_verb", "")) and words and words[0] not in ("-h", "--help"):
+            command = command.commands[default]
+            continue
         assert options or not words, f"{words[0]!r} is no verb of {sorted(command.commands)}"
         break
     _, left, _ = command.make_parser(command.context_class(command)).parse_args(list(words))

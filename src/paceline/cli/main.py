@@ -18,7 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-VERBS = ("train", "data", "generate", "bench")
+VERBS = ("train", "plan", "data", "generate", "bench")
 
 
 def _print_version(asked: bool) -> None:
@@ -58,6 +58,10 @@ def _register(verbs: tuple[str, ...]) -> None:
         from paceline.cli.train import train
 
         app.command("train")(train)
+    if "plan" in verbs:
+        from paceline.cli.plan import app as plan_app
+
+        app.add_typer(plan_app, name="plan")
     if "data" in verbs:
         from paceline.cli.data import app as data_app
 

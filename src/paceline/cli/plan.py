@@ -1,0 +1,104 @@
+"""`paceline plan`: will it fit, how fast will it be, which layout is best and why? Arithmetic; torch is not loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+LAYOUTS = "layouts"
+
+
+class _Verbs(TyperGroup):
+    """What is no verb is the recipe of `layouts`: ``paceline plan llama3_8b --gpus 64``."""
+
+    default_verb = LAYOUTS
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = [self.default_verb, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_Verbs, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _plan() -> None:
+    """Predict memory, step time and the best layout of a recipe, on any cluster.
+
+    [bold]paceline plan RECIPE --gpus 64 --gpu H100-80[/bold] lists the best layouts, says why
+    the first is first, what was rejected and what would help (the same as
+    `paceline plan layouts RECIPE`). RECIPE is a file or the name of a preset.
+    Nothing is started; torch is not needed.
+
+      paceline plan llama2_7b --gpus 4 --gpu "RTX 4090"
+      paceline plan recipes/llama3_8b.toml --gpus 64 --gpu H100-80 --write best.toml
+      paceline plan recipes/llama3_8b.toml --gpus 8 --gpu H100-80 --explain-memory
+      paceline plan fit --model llama3_70b --gpu H100-80 --tokens 1T --days 30
+      paceline plan megatron pretrain.sh --gpus 64 --gpu H100-80
+      paceline plan simulate recipes/llama3_8b.toml --gpus 64 --gpu H100-80 --mtbf 12
+    """
+
+
+Recipe = Annotated[str, typer.Argument(help="Recipe file (TOML), or the name of a preset such as llama3_8b.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=1, max=2**20, help="GPUs in all. Default: those of [cluster].")]
+Gpu = Annotated[str, typer.Option("--gpu", help="H100-80, A100-80, 4090 ..., or a file that describes one (TOML).")]
+NodesOf = Annotated[int, typer.Option("--nodes-of", min=0, max=1024, help="GPUs of a node; default 8.")]
+Interconnect = Annotated[
+    str, typer.Option("--interconnect", help="Between nodes: ib400, ib200, roce400, efa400, eth100, eth25, or GB/s.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one field of the recipe. May be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@app.command(LAYOUTS)
+def layouts(
+    recipe: Recipe,
+    gpus: Gpus = None,
+    gpu: Gpu = "",
+    nodes_of: NodesOf = 0,
+    interconnect: Interconnect = "",
+    objective: Annotated[
+        str, typer.Option("--objective", help="throughput, memory (least on a card), or cost (fewer GPUs too).")
+    ] = "throughput",
+    top: Annotated[int, typer.Option("--top", min=1, help="How many layouts to show.")] = 10,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="AXIS=VALUE", help="Hold an axis: tp=4, pp=2, zero=3, recompute=none ..."),
+    ] = None,
+    overrides: Overrides = None,
+    price: Annotated[float, typer.Option("--price", min=0, help="Dollars a GPU-hour, for the cost of the run.")] = 0.0,
+    tokens: Annotated[str, typer.Option("--tokens", help="Tokens of the run (1T, 300B); default: the recipe's.")] = "",
+    write: Annotated[str, typer.Option("--write", help="Write the first layout as a recipe to this file.")] = "",
+    as_json: Json = False,
+    html: Annotated[str, typer.Option("--html", help="Write a page with pictures to this file.")] = "",
+    explain_memory: Annotated[
+        bool, typer.Option("--explain-memory", help="Bytes by kind of the recipe's own layout, stage by stage.")
+    ] = False,
+) -> None:
+    """The best layouts of a recipe on a cluster, with reasons (the verb may be left out)."""
+    from paceline.cli.plan_layouts import Wanted, explain_memory_of, show_layouts
+    from paceline.planner.request import make_request
+
+    request = make_request(recipe, overrides or (), gpus, gpu, nodes_of, interconnect)
+    if explain_memory:
+        explain_memory_of(request, as_json=as_json)
+        return
+    show_layouts(
+        request,
+        Wanted(
+            objective=objective,
+            top=top,
+            only=tuple(only or ()),
+            price=price,
+            tokens=tokens,
+            write=write,
+            as_json=as_json,
+            html=html,
+        ),
+    )

@@ -1,0 +1,330 @@
+"""Why is the first layout first, why are its neighbours not, what was refused, and what would help?
+
+Every sentence has its numbers from predictions of both sides; nothing is a rule of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.config.asked import Asked, divisors
+from paceline.config.layout import tensor
+from paceline.config.run import RunConfig
+from paceline.costs.hardware import common_hardware
+from paceline.costs.profiles import PACELINE, Profile
+from paceline.costs.step import PARTS, StepEstimate, predict
+from paceline.costs.workload import Cluster, Workload
+from paceline.planner.rank import Candidate, Ranking, rank
+from paceline.planner.rough import Degrees
+from paceline.report import units
+from paceline.report.finding import Finding
+
+PART_NAMES = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory_bound": "memory-bound kernels",
+    "launch": "kernel launches",
+    "recompute": "recomputation",
+    "tp_communication": "exposed tensor-parallel communication",
+    "cp_communication": "exposed context-parallel communication",
+    "ep_communication": "exposed expert-parallel communication",
+    "pp_communication": "exposed pipeline communication",
+    "dp_communication": "exposed data-parallel communication",
+    "bubble": "the pipeline's idle time",
+    "optimizer": "the optimizer",
+    "overhead": "overhead of the framework",
+}
+"""As a sentence calls them."""
+
+_WORTHWHILE = 0.01
+"""Gains below this share are not told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reasons:
+    """Sentences, each with numbers."""
+
+    first: tuple[str, ...]
+    """Where the time and the memory of the first go."""
+    others: tuple[str, ...]
+    """The nearest that differ in one thing, and what that costs."""
+    rejected: tuple[str, ...]
+    helps: tuple[Finding, ...]
+    """Changes beyond the layout, with predicted gains."""
+
+
+def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> Reasons:
+    """Of a ranking with a first layout, or of one where nothing fits."""
+    best = ranking.fitting[0] if ranking.fitting else None
+    return Reasons(
+        first=tuple(_first(best, cluster)) if best else (),
+        others=tuple(_others(ranking, best)) if best else (),
+        rejected=tuple(_rejected(ranking, cluster, best)),
+        helps=tuple(_helps(best, cluster, profile) if best else _would_fit(ranking, profile)),
+    )
+
+
+def layout_text(config: RunConfig, *, than: RunConfig | None = None) -> str:
+    """``tp 4, pp 2, zero 1, micro-batch 2, recompute selective``; only what is not 1, or what differs from another."""
+    before = _fields(than) if than else {}
+    shown = []
+    for name, value in _fields(config).items():
+        if than is not None:
+            if before[name] != value:
+                shown.append(f"{name} {value}")
+        elif name in ("zero", "micro-batch") or value not in (1, "none", "1f1b"):
+            shown.append(f"{name} {value}")
+    return ", ".join(shown)
+
+
+def _fields(config: RunConfig) -> dict[str, Any]:
+    parallel = config.parallel
+    mode = parallel.recompute
+    return {
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "cp": parallel.cp,
+        "ep": parallel.ep,
+        "zero": parallel.zero,
+        "copies": parallel.dp_replicate,
+        "schedule": parallel.pipeline_schedule if parallel.pp > 1 else "1f1b",
+        "stages a rank": parallel.stages_per_rank,
+        "micro-batch": config.train.micro_batch_size,
+        "recompute": mode if isinstance(mode, str) else "by layer",
+        "offload": parallel.offload,
+    }
+
+
+# ---- the first
+
+
+def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
+    estimate = best.estimate
+    parts = sorted(estimate.parts.items(), key=lambda item: -item[1])
+    shares = [
+        f"{units.percent(value / estimate.seconds)} {PART_NAMES.get(name, name)}"
+        for name, value in parts
+        if value / estimate.seconds >= 0.005
+    ]
+    yield f"Of {units.duration(estimate.seconds)} a step: {', '.join(shares)}."
+    fullest = max(range(len(estimate.stages)), key=lambda index: estimate.stages[index].total)
+    stage, room = estimate.stages[fullest], cluster.gpu.memory_bytes
+    where = f" on pipeline rank {fullest} of {len(estimate.stages)}" if len(estimate.stages) > 1 else ""
+    yield (
+        f"{units.size(stage.total)} of {units.size(room)}{where}: states {units.size(stage.states)}, gathered "
+        f"{units.size(stage.gathered)}, activations {units.size(stage.activations)}, logits "
+        f"{units.size(stage.logits)}, framework {units.size(stage.framework)}."
+    )
+
+
+# ---- its neighbours
+
+
+def _others(ranking: Ranking, best: Candidate) -> Iterator[str]:
+    wanted = _fields(best.config)
+    nearest: dict[tuple[str, ...], Candidate] = {}
+    for candidate in ranking.fitting[1:]:
+        if candidate.gpus != best.gpus:
+            continue
+        fields = _fields(candidate.config)
+        for name, value in fields.items():
+            if value != wanted[name]:
+                nearest.setdefault((name, str(value)), candidate)
+    told: set[int] = set()
+    rows = []
+    for (name, value), candidate in nearest.items():
+        if id(candidate) in told or name in ("offload",):
+            continue
+        told.add(id(candidate))
+        rows.append((candidate.estimate.seconds, name, value, candidate))
+    for _, _name, _value, candidate in sorted(rows, key=lambda row: row[0])[:6]:
+        yield f"{layout_text(candidate.config, than=best.config)}: {_compared(best.estimate, candidate.estimate)}."
+
+
+def _compared(best: StepEstimate, other: StepEstimate) -> str:
+    speed = other.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
+    memory = (other.memory_bytes - best.memory_bytes) / 2**30
+    more = {name: other.parts[name] - best.parts[name] for name in PARTS if name in other.parts and name in best.parts}
+    name = max(more, key=lambda key: more[key])
+    why = ""
+    if speed < -_WORTHWHILE / 2 and more[name] > 0:
+        why = f", {units.duration(more[name])} more for {PART_NAMES.get(name, name)}"
+    return f"{speed:+.1%} tokens/s{why}, {memory:+.1f} GiB"
+
+
+# ---- refused
+
+
+def _rejected(ranking: Ranking, cluster: Cluster, best: Candidate | None) -> Iterator[str]:
+    room = cluster.gpu.memory_bytes
+    speed = best.estimate.tokens_per_second_per_gpu if best else 0.0
+    faster: dict[tuple[Any, ...], Candidate] = {}
+    for candidate in ranking.too_large:
+        if candidate.estimate.tokens_per_second_per_gpu <= speed:
+            break
+        fields = _fields(candidate.config)
+        faster.setdefault(tuple(fields[name] for name in ("tp", "pp", "cp", "ep", "zero", "copies")), candidate)
+    for candidate in list(faster.values())[:3]:
+        gain = f"{candidate.estimate.tokens_per_second_per_gpu / speed - 1:+.1%} tokens/s, but " if speed else ""
+        yield (
+            f"{layout_text(candidate.config)}: {gain}{units.size(candidate.estimate.memory_bytes)} of "
+            f"{units.size(room)}."
+        )
+    space = ranking.space
+    if space.too_large:
+        of, least = space.too_large[0]
+        yield (
+            f"{len(space.too_large)} combinations of degrees cannot fit even with everything recomputed; the nearest, "
+            f"{_degrees_text(of)}, needs {units.size(least)} of {units.size(room)} at least."
+        )
+    if space.batch_misfits:
+        yield (
+            f"{space.batch_misfits} combinations of degrees have data-parallel ranks that do not divide "
+            f"train.global_batch_size = {space.config.train.global_batch_size}."
+        )
+    if space.far_behind:
+        yield f"{space.far_behind} combinations of degrees were left out, far behind by a closed-form guess."
+    asked = Asked.of(space.config, cluster.gpus)
+    for tp in [degree for degree in divisors(cluster.gpus) if degree > 1]:
+        if tp > cluster.domain:
+            yield f"tp {tp} and more: wider than the {cluster.domain} GPUs that share a node's links."
+            break
+        other = asked.with_parallel(space.config.parallel.model_copy(update={"tp": tp, "cp": 1, "pp": 1}))
+        for finding in tensor(other):
+            yield f"tp {tp}: {finding.subject}."
+            break
+
+
+def _degrees_text(of: Degrees) -> str:
+    degrees = {"tp": of.tp, "pp": of.pp, "cp": of.cp, "ep": of.ep, "copies": of.dp_replicate}
+    return ", ".join([*(f"{name} {value}" for name, value in degrees.items() if value > 1), f"zero {of.zero}"])
+
+
+# ---- what would help
+
+
+def _helps(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
+    """Single changes to the first layout, each predicted."""
+    work = Workload.of(best.config)
+    found = []
+    for name, step, changed, machines in _changes(best.config, work, cluster):
+        if changed.why_not(machines.gpus):
+            continue
+        after = predict(changed, machines, profile)
+        speed = after.tokens_per_second_per_gpu / best.estimate.tokens_per_second_per_gpu - 1
+        memory = (after.memory_bytes - best.estimate.memory_bytes) / 2**30
+        if after.fits and (speed > _WORTHWHILE or (speed > -_WORTHWHILE and memory < -0.03 * best.estimate.memory_gib)):
+            found.append((speed, name, step, memory))
+    for speed, name, step, memory in sorted(found, key=lambda row: -row[0]):
+        yield Finding(
+            id="planner/helps",
+            severity="note",
+            subject=f"{name}: {speed:+.1%} tokens/s, {memory:+.1f} GiB, predicted",
+            evidence="The same layout with that one change.",
+            next_step=step,
+        )
+
+
+def _changes(config: RunConfig, work: Workload, cluster: Cluster) -> Iterator[tuple[str, str, Workload, Cluster]]:
+    """(what, how, the step with it, the machines with it)."""
+    train, parallel = config.train, config.parallel
+    if not work.compile and parallel.pipeline_schedule not in ("zero_bubble", "zbv"):
+        yield "compiled blocks", "--set parallel.compile=true", replace(work, compile=True), cluster
+    if not work.chunked_loss:
+        yield "the chunked loss", "--set train.loss_kernel=chunked", replace(work, chunked_loss=True), cluster
+    if not work.reduce_bf16:
+        yield "gradients sent in bf16", "--set parallel.reduce_dtype=bf16", replace(work, reduce_bf16=True), cluster
+    if not work.accumulate_bf16 and parallel.zero <= 1 and work.micro_batches(cluster.gpus) > 1:
+        step = "--set parallel.accumulate_dtype=bf16 (less exact over many micro-batches)"
+        yield "gradients summed in bf16", step, replace(work, accumulate_bf16=True), cluster
+    if work.precision == "bf16" and cluster.gpu.fp8 and work.tp == 1 and not config.model.is_moe:
+        yield "fp8 products", "--set train.precision=fp8", replace(work, precision="fp8"), cluster
+    if parallel.pp > 1 or work.micro_batches(cluster.gpus) == 1:
+        doubled = replace(work, global_batch_size=2 * work.global_batch_size)
+        yield "twice the batch", f"--set train.global_batch_size={2 * train.global_batch_size}", doubled, cluster
+    if cluster.nodes > 1 and cluster.node_gb_per_s < 50:
+        faster = replace(cluster, node_gb_per_s=50.0)
+        yield "400 Gb/s a GPU between nodes", "--interconnect ib400", work, faster
+
+
+def _would_fit(ranking: Ranking, profile: Profile) -> Iterator[Finding]:
+    """What it takes, where nothing fits: more GPUs, larger cards, less to hold."""
+    config, cluster = ranking.space.config, ranking.space.cluster
+    smallest = min(ranking.too_large, key=lambda found: found.estimate.memory_bytes, default=None)
+    if smallest is not None:
+        needed = smallest.estimate.memory_bytes
+        yield Finding(
+            id="planner/nearest",
+            severity="note",
+            subject=f"the smallest needs {units.size(needed)} of {units.size(cluster.gpu.memory_bytes)}: "
+            f"{layout_text(smallest.config)}",
+            evidence=_largest(smallest.estimate),
+            next_step="Larger cards: "
+            + (", ".join(card.name for card in common_hardware() if card.memory_bytes > needed) or "none of the table")
+            + ".",
+        )
+    for name, changes, step in _lighter(config):
+        if smallest is None:
+            break
+        work = replace(Workload.of(smallest.config), **changes)
+        after = predict(work, cluster, profile)
+        if after.memory_bytes < 0.97 * smallest.estimate.memory_bytes:
+            yield Finding(
+                id="planner/lighter",
+                severity="note",
+                subject=f"{name}: {units.size(after.memory_bytes)}" + (" (fits)" if after.fits else ""),
+                evidence="The smallest layout with that one change, predicted.",
+                next_step=step,
+            )
+    yield from _more_gpus(config, cluster, profile)
+
+
+def _lighter(config: RunConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
+    if config.optim.name == "adamw":
+        yield "8-bit moments", {"optimizer": "adamw8bit", "offload": "none"}, "--set optim.name=adamw8bit"
+    if config.train.loss_kernel == "plain":
+        yield "the chunked loss", {"chunked_loss": True}, "--set train.loss_kernel=chunked"
+    shorter = config.train.seq_len // 2
+    if shorter >= 512:
+        yield f"sequences of {shorter}", {"seq_len": shorter}, f"--set train.seq_len={shorter}"
+    if config.parallel.offload != "parameters":
+        step = "--set parallel.zero=3 --set parallel.offload=parameters (slow: over PCIe in every pass)"
+        yield "parameters in host memory", {"zero": 3, "offload": "parameters"}, step
+
+
+def _more_gpus(config: RunConfig, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
+    gpus = cluster.gpus
+    for _ in range(6):
+        gpus *= 2
+        if config.train.global_batch_size % 2 and config.train.global_batch_size < gpus:
+            break
+        larger = replace(
+            cluster, gpus=gpus, gpus_per_node=min(8, gpus) if cluster.nodes == 1 else cluster.gpus_per_node
+        )
+        found = rank(config, larger, profile=profile, keep=8, offload=False)
+        if found.fitting:
+            best = found.fitting[0]
+            yield Finding(
+                id="planner/more-gpus",
+                severity="note",
+                subject=f"on {gpus} GPUs it fits: {layout_text(best.config)}, {units.size(best.estimate.memory_bytes)}",
+                evidence=f"{units.count(best.tokens_per_second)} tokens/s, predicted.",
+                next_step=f"--gpus {gpus}",
+            )
+            return
+
+
+def _largest(estimate: StepEstimate) -> str:
+    stage = max(estimate.stages, key=lambda found: found.total)
+    sizes: dict[str, float] = {
+        "states": stage.states,
+        "gathered weights and gradients": stage.gathered,
+        "activations": stage.activations,
+        "logits": stage.logits,
+        "the framework": stage.framework,
+    }
+    order: Callable[[str], float] = sizes.__getitem__
+    name = max(sizes, key=order)
+    return f"The largest part is {name}, {units.size(sizes[name])}."

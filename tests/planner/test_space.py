@@ -1,0 +1,74 @@
+"""Every layout that is shown is legal, and pruning by arithmetic loses nothing that matters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paceline.config.asked import Asked
+from paceline.config.load import resolve
+from paceline.config.refusals import refusals
+from paceline.config.run import RunConfig
+from paceline.planner.machines import find_gpu, make_cluster
+from paceline.planner.rank import rank, rank_counts
+from paceline.planner.space import find_space
+
+
+def recipe(preset: str, **train: int) -> RunConfig:
+    train = {"seq_len": 2048, "global_batch_size": 64} | train
+    return resolve({"model": {"preset": preset}, "train": train}).config
+
+
+@pytest.mark.parametrize(("preset", "gpus"), [("llama2_7b", 8), ("qwen3_30b_a3b", 16), ("deepseek_v2_lite", 16)])
+def test_every_candidate_passes_the_check_of_a_run(preset: str, gpus: int) -> None:
+    config = recipe(preset)
+    cluster, _ = make_cluster(find_gpu("H100-80"), gpus)
+    found = rank(config, cluster, keep=12)
+    assert found.fitting
+    for candidate in (*found.fitting, *found.too_large):
+        asked = Asked.of(candidate.config, gpus)
+        assert list(refusals(asked)) == []
+        assert candidate.config.parallel.shard_degree(gpus) >= 1
+
+
+@pytest.mark.parametrize(("preset", "gpus"), [("llama2_7b", 8), ("llama2_13b", 16), ("qwen3_30b_a3b", 16)])
+def test_the_closed_form_guess_keeps_the_best(preset: str, gpus: int) -> None:
+    config = recipe(preset)
+    cluster, _ = make_cluster(find_gpu("A100-80"), gpus)
+    everything = rank(config, cluster, keep=100_000)
+    usual = rank(config, cluster)
+    assert everything.space.far_behind == 0
+    assert usual.fitting[0].tokens_per_second >= 0.98 * everything.fitting[0].tokens_per_second
+
+
+def test_objectives_order_by_what_they_say() -> None:
+    config = recipe("llama2_7b")
+    cluster, _ = make_cluster(find_gpu("H100-80"), 16)
+    speeds = [found.tokens_per_second for found in rank(config, cluster).fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    memory = [found.estimate.memory_bytes for found in rank(config, cluster, objective="memory").fitting]
+    assert memory == sorted(memory)
+    cheap = rank_counts(config, cluster, objective="cost").fitting
+    per_gpu = [found.estimate.tokens_per_second_per_gpu for found in cheap]
+    assert per_gpu == sorted(per_gpu, reverse=True)
+    assert len({found.gpus for found in cheap}) > 1
+
+
+def test_an_axis_can_be_held() -> None:
+    config = recipe("llama2_7b")
+    cluster, _ = make_cluster(find_gpu("H100-80"), 8)
+    found = rank(config, cluster, only={"tp": 2, "recompute": "full"})
+    assert found.fitting
+    assert {one.config.parallel.tp for one in (*found.fitting, *found.too_large)} == {2}
+    assert {one.config.parallel.recompute for one in (*found.fitting, *found.too_large)} == {"full"}
+
+
+def test_what_is_left_out_is_counted() -> None:
+    config = recipe("llama3_405b", seq_len=8192, global_batch_size=96)
+    cluster, _ = make_cluster(find_gpu("H100-80"), 64)
+    space = find_space(config, cluster)
+    assert space.too_large
+    assert space.batch_misfits
+    assert all(bytes_ > cluster.gpu.memory_bytes for _, bytes_ in space.too_large)
+    assert all(64 % math.prod((of.tp, of.pp, of.cp)) == 0 for of in space.kept)
