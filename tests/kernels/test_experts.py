@@ -327,9 +327,17 @@ def test_sums_in_the_interpreter(interpreted: None) -> None:
     for sums_dtype in (torch.float32, torch.float64):
         found, expected = (torch.ones(16, 16, 24, dtype=sums_dtype) for _ in "ab")
         for first in (True, False, False):
-            expert_gemm_triton.weight_product(grad, Rows(act, order), found, first=first)
+            tiles = expert_gemm_triton.WEIGHT._replace(atomic=sums_dtype == torch.float32)
+            expert_gemm_triton.weight_product(grad, Rows(act, order), found, first=first, tiles=tiles)
             weight_product(grad, Rows(act, order), expected, first=first)
         compare({"sums": found}, {"sums": expected}, 1e-6)
+    wanted = expected.clone()
+    weight_product(grad, Rows(act, order), wanted, first=False)
+    for atomic in (False, True):
+        sums = expected.float()
+        tiles = expert_gemm_triton.WEIGHT._replace(atomic=atomic, waves=0)
+        expert_gemm_triton.weight_product(grad, Rows(act, order), sums, first=False, tiles=tiles)
+        compare({"sums": sums}, {"sums": wanted}, 1e-6)
     none = Rows(x[:0], expert_order_reference(inputs.experts[:0], None, 16), 2, picked=True)
     sums = torch.ones(16, 16, 16)
     expert_gemm_triton.weight_product(none, none, sums, first=False)
@@ -386,8 +394,9 @@ def test_weight_gradients_on_a_gpu(sums_dtype: torch.dtype, picked: bool) -> Non
     wide = Rows(grad.dense().double().cpu(), ExpertOrder(*(part.cpu() for part in order)))
     weight_product(wide, Rows(act.double().cpu(), wide.order), exact, first=True)
     found = torch.full((16, 256, 384), 7.0, device="cuda", dtype=sums_dtype)
-    for first in (True, False, False):
-        expert_gemm_triton.weight_product(grad, Rows(act, order), found, first=first)
+    for first, atomic in ((True, True), (False, True), (False, False)):
+        tiles = expert_gemm_triton.WEIGHT._replace(atomic=atomic)
+        expert_gemm_triton.weight_product(grad, Rows(act, order), found, first=first, tiles=tiles)
     compare({"sums": found.cpu()}, {"sums": 3 * exact}, 1e-2 if sums_dtype == torch.bfloat16 else 1e-5)
 
 

@@ -38,11 +38,15 @@ class Tiles(NamedTuple):
     """Tiles of rows that go through the columns side by side: what they read of the matrix stays in the L2 cache."""
     waves: int = 0
     """Programs for each multiprocessor, each with many tiles; 0 = a program for each tile."""
+    atomic: bool = True
+    """fp32 sums of weight gradients are added to in the L2 cache: the program neither waits for what it adds to nor has
+    registers for it (with 8 warps 128 a thread instead of 188, so that two programs fit a multiprocessor). Nobody else
+    adds to the same numbers, so that the order of sums is fixed all the same."""
 
 
 WITH_ACTIVATION = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
 PRODUCT = Tiles(rows=128, columns=256, depth=64, warps=8, stages=3)
-WEIGHT = Tiles(rows=128, columns=128, depth=64, warps=4, stages=3)
+WEIGHT = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
 
 
 def product_with_activation(
@@ -112,8 +116,8 @@ def _launch_rows(
         columns,
         out.shape[1],
         E,
+        rows.top_k,
         *matrix_EXY.stride(),
-        TOP_K=rows.top_k,
         PICKED=rows.picked,
         ACTIVATE=act is not None,
         FUNCTION=function,
@@ -146,10 +150,11 @@ def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: 
         D,
         X,
         E,
-        TOP_K=max(grad.top_k, x.top_k),
+        max(grad.top_k, x.top_k),
         GRAD_PICKED=grad.picked,
         X_PICKED=x.picked,
         FIRST=first,
+        ATOMIC=tiles.atomic and not first and out_EDX.dtype == torch.float32,
         EVEN=D % tiles.rows == 0 and X % tiles.columns == 0,
         **blocks,
     )
@@ -168,7 +173,7 @@ def _blocks(tiles: Tiles, num_experts: int) -> dict[str, Any]:
         "Q": tiles.columns,
         "S": tiles.depth,
         "TOGETHER": tiles.together,
-        "PADDED": max(16, triton.next_power_of_2(num_experts)),
+        "PADDED": max(128, triton.next_power_of_2(num_experts)),  # one kernel for most numbers of experts
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
@@ -187,10 +192,10 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     columns,
     out_width,
     num_experts,
+    top_k,
     matrix_stride,
     depth_stride,
     column_stride,
-    TOP_K: tl.constexpr,
     PICKED: tl.constexpr,
     ACTIVATE: tl.constexpr,
     FUNCTION: tl.constexpr,
@@ -229,7 +234,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         row_P = tl.where(inside_P, row_P, start)  # a row that there is; what comes out is not stored
         source_P = row_P
         if PICKED:
-            source_P = tl.load(order + row_P) // TOP_K
+            source_P = tl.load(order + row_P) // top_k
         depth_S = tl.arange(0, S)
         from_PS = values + source_P.to(tl.int64)[:, None] * depth + depth_S[None, :]
         matrix_SQ = (
@@ -285,10 +290,11 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     height,
     width,
     num_experts,
-    TOP_K: tl.constexpr,
+    top_k,
     GRAD_PICKED: tl.constexpr,
     X_PICKED: tl.constexpr,
     FIRST: tl.constexpr,
+    ATOMIC: tl.constexpr,
     EVEN: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
@@ -309,12 +315,15 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
             row_P = (first_tile + within % run % tall) * P + tl.arange(0, P)
             column_Q = within % run // tall * Q + tl.arange(0, Q)
             sum_PQ = tl.zeros((P, Q), dtype=tl.float32)
+            PICKED: tl.constexpr = GRAD_PICKED or X_PICKED
+            picked_S = start + tl.arange(0, S)
+            if PICKED:
+                picked_S = tl.load(order + picked_S, mask=picked_S < end, other=0) // top_k
             for at in range(start, end, S):
                 token_S = at + tl.arange(0, S)
                 inside_S = token_S < end
-                picked_S = token_S
-                if GRAD_PICKED or X_PICKED:
-                    picked_S = tl.load(order + token_S, mask=inside_S, other=0) // TOP_K
+                if not PICKED:
+                    picked_S = token_S
                 grad_S = picked_S if GRAD_PICKED else token_S
                 x_S = picked_S if X_PICKED else token_S
                 from_SP = grad + grad_S.to(tl.int64)[:, None] * height + row_P[None, :]
@@ -326,8 +335,15 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
                     grad_SP = tl.load(from_SP, mask=inside_S[:, None] & (row_P < height)[None, :], other=0.0)
                     x_SQ = tl.load(from_SQ, mask=inside_S[:, None] & (column_Q < width)[None, :], other=0.0)
                 sum_PQ = tl.dot(tl.trans(grad_SP), x_SQ, sum_PQ, input_precision="ieee")
+                if PICKED:
+                    # one round ahead: a load that waited for another in the same round would not be pipelined as deep
+                    picked_S = tl.load(order + token_S + S, mask=token_S + S < end, other=0) // top_k
             to_PQ = out + expert * height * width + row_P.to(tl.int64)[:, None] * width + column_Q[None, :]
             inside_PQ = (row_P < height)[:, None] & (column_Q < width)[None, :]
-            if not FIRST:
-                sum_PQ += tl.load(to_PQ, mask=inside_PQ, other=0.0).to(tl.float32)
-            tl.store(to_PQ, sum_PQ.to(out.dtype.element_ty), mask=inside_PQ)
+            if ATOMIC:
+                # nobody else adds here: atomics only so that the program need not wait for what it adds to
+                tl.atomic_add(to_PQ, sum_PQ, mask=inside_PQ, sem="relaxed")
+            else:
+                if not FIRST:
+                    sum_PQ += tl.load(to_PQ, mask=inside_PQ, other=0.0).to(tl.float32)
+                tl.store(to_PQ, sum_PQ.to(out.dtype.element_ty), mask=inside_PQ)
