@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jobs import Job
 from ranks import Ranks, sharing_one_gpu
@@ -39,6 +39,13 @@ SHARED_TIMES = 3.0
 
 Found: TypeAlias = tuple[dict[str, Any], list[dict[str, Any]]]
 """What belongs in the entry, and the curve."""
+
+
+class Place(NamedTuple):
+    """Room for a job on a GPU, which may take `--at-once` of those that run side by side."""
+
+    gpu: str
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +152,9 @@ def run(bench: Bench, jobs: Sequence[Job], results: Results, options: argparse.N
     """Jobs run side by side where they may, each on GPUs of its own; the others one after the other."""
     end = time.monotonic() + 60 * options.minutes
     waiting = list(jobs)
-    running: dict[Running, set[str]] = {}
-    free = {str(index) for index in range(max(gpus, 2 if options.tiny else 1))}
+    running: dict[Running, set[Place]] = {}
+    numbers = range(max(gpus, 2 if options.tiny else 1))
+    free = {Place(str(gpu), number) for gpu in numbers for number in range(options.at_once)}
     with ending_on_signals():
         try:
             while waiting or running:
@@ -162,7 +170,8 @@ def run(bench: Bench, jobs: Sequence[Job], results: Results, options: argparse.N
                         left = f"{job.key}: left for the next call, {seconds_of(job, options):.0f} s would not fit"
                         print(left, flush=True)
                         continue
-                    gpu = "" if options.tiny else ",".join(sorted(wanted)[: gpus_of(job, options)])
+                    seen = sorted({place.gpu for place in wanted})[: gpus_of(job, options)]
+                    gpu = "" if options.tiny else ",".join(seen)
                     free -= wanted
                     running[Running(bench, job, options, gpu)] = wanted
                 time.sleep(0.2)
@@ -171,12 +180,16 @@ def run(bench: Bench, jobs: Sequence[Job], results: Results, options: argparse.N
                 each.stop()
 
 
-def needed(bench: Bench, job: Job, free: set[str], options: argparse.Namespace, *, alone: bool) -> set[str] | None:
-    """The GPUs that a job keeps from others; None if it has to wait."""
-    if bench.side_by_side(job) or is_shared(job, options):
-        number = gpus_of(job, options)
-        return set(sorted(free)[:number]) if number <= len(free) else None
-    return set(free) if alone else None
+def needed(bench: Bench, job: Job, free: set[Place], options: argparse.Namespace, *, alone: bool) -> set[Place] | None:
+    """The places that a job keeps from others; None if it has to wait. On the emptiest GPUs, one on each."""
+    if not bench.side_by_side(job) and not is_shared(job, options):
+        return set(free) if alone else None
+    by_gpu: dict[str, list[Place]] = {}
+    for place in sorted(free):
+        by_gpu.setdefault(place.gpu, []).append(place)
+    emptiest = sorted(by_gpu.values(), key=lambda places: -len(places))
+    number = gpus_of(job, options)
+    return {places[0] for places in emptiest[:number]} if number <= len(emptiest) else None
 
 
 @contextlib.contextmanager
@@ -253,6 +266,9 @@ def parser_of(bench: Bench, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs; needs --results of its own")
     parser.add_argument("--results", type=Path, help=f"folder of {bench.name}.{{json,md}}, {OWN} without it")
     parser.add_argument("--work", type=Path, default=Path("runs") / bench.name, help="logs and run folders")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="jobs on a GPU at a time, of those that measure no speed"
+    )
     parser.set_defaults(share_gpu=False)
     if bench.may_share_gpu:
         parser.add_argument(
@@ -269,6 +285,8 @@ def main(bench: Bench, description: str | None) -> None:
             for job in bench.jobs_of(part):
                 print(f"{job.key:28} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
         return
+    if options.at_once < 1:
+        parser.error(f"--at-once {options.at_once}: at least 1")
     if problem := unknown_names(bench, options):
         parser.error(problem)
     if options.tiny and (options.results is None or options.results.resolve() == OWN.resolve()):

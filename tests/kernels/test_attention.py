@@ -13,7 +13,7 @@ from torch.nn.attention import sdpa_kernel
 from paceline.kernels import attention
 from paceline.kernels.attention import AttentionKernel, AttentionMask, attention_core, block_mask, why_not_flex
 
-CORES: tuple[AttentionKernel, ...] = ("reference", "sdpa", "auto")
+CORES: tuple[AttentionKernel, ...] = ("reference", "sdpa", "auto", "flash4")
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16])
 MASKS = {
     "causal": AttentionMask(),

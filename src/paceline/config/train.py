@@ -51,8 +51,9 @@ class TrainConfig(Section):
     fp8_cast_kernel: Literal["torch", "triton"] = "torch"
     """Who casts and transposes tensors that have one scale, on a GPU: operations of torch, which a compiled block fuses
     with what makes the tensor, or one Triton kernel."""
-    attention_kernel: Literal["auto", "reference", "sdpa"] = "auto"
-    """`auto` takes the fastest that fits mask and device; `reference` materialises the scores."""
+    attention_kernel: Literal["auto", "reference", "sdpa", "flash4"] = "auto"
+    """`auto` takes the fastest of torch that fits mask and device; `flash4` the package flash-attn-4 where it fits
+    (Hopper, Blackwell); `reference` materialises the scores."""
     loss_kernel: Literal["chunked", "plain"] = "chunked"
     """`chunked` computes head and loss over slices of the tokens; `plain` materialises all logits."""
     loss_chunk_tokens: int = Field(2048, ge=1)

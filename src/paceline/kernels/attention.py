@@ -1,10 +1,11 @@
 """Attention: softmax(q k^T * scale) v under a causal, sliding-window or document mask.
 
-Three ways to compute the same function, all `AttentionCore`s:
+Ways to compute the same function, all `AttentionCore`s:
 
 - `reference_attention` materialises the scores; for tests and for what the others cannot do (softcap on a CPU).
 - `sdpa_attention` calls the fused kernels of torch (cuDNN, flash, memory-efficient); a window or document mask becomes
   a boolean mask, which costs the work that a causal kernel would skip.
+- `flash4_attention` calls FlashAttention-4 where it is installed and fits, and does what `auto` does elsewhere;
 - `flex_attention_core` (CUDA) skips whole blocks outside windows and documents, and knows softcap.
 
 Dims: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G, D width of a query or key
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from paceline.kernels.flash4 import activate_flash4, why_not_flash4
 from paceline.kernels.precision import at_least_fp32
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ _SDPA_ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+_FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, *(each for each in _SDPA_ORDER if each != SDPBackend.FLASH_ATTENTION)]
 # under an explicit mask only these two are sure to be right and to exist
 _SDPA_MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -87,13 +90,17 @@ class AttentionCore(Protocol):
         ...
 
 
-AttentionKernel = Literal["auto", "reference", "sdpa"]
+AttentionKernel = Literal["auto", "reference", "sdpa", "flash4"]
 
 
 def attention_core(kernel: AttentionKernel = "auto") -> AttentionCore:
     """The core that `train.attention_kernel` names."""
     if kernel == "reference":
         return reference_attention
+    if kernel == "flash4":
+        if not (reason := activate_flash4()):
+            return flash4_attention
+        _log_once(f"train.attention_kernel = 'flash4' does what 'auto' does: {reason}")
     return sdpa_attention if kernel == "sdpa" else auto_attention
 
 
@@ -118,6 +125,31 @@ def auto_attention(
         return sdpa_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, dropout=dropout)
     _note_fallback("attention that materialises the scores", reason)
     return reference_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, softcap=softcap, dropout=dropout)
+
+
+def flash4_attention(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGE: Tensor,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+) -> Tensor:
+    """FlashAttention-4, once `activate_flash4` has put it in place, for whole causal or unmasked sequences."""
+    if softcap or not mask.is_plain:
+        return auto_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, softcap=softcap, dropout=dropout)
+    if reason := why_not_flash4(q_BTHD, k_BSGD, v_BSGE, dropout):
+        _note_fallback("cuDNN's or another kernel of torch", reason)
+        return auto_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, dropout=dropout)
+    q_BHTD, k_BGTD, v_BGTE = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGE))
+    gqa = q_BTHD.shape[2] != k_BSGD.shape[2]
+    with sdpa_kernel(_FLASH_FIRST, set_priority=True):
+        o_BHTE = F.scaled_dot_product_attention(
+            q_BHTD, k_BGTD, v_BGTE, is_causal=mask.causal, scale=scale, enable_gqa=gqa
+        )
+    return o_BHTE.transpose(1, 2)
 
 
 def reference_attention(
