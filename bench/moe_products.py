@@ -3,7 +3,7 @@
     python bench/moe_products.py [--json docs/measured/moe_products.json] [--part layers kernels tiles] [--only qwen3]
 
 Needs one NVIDIA GPU. ``layers`` and ``kernels`` take two or three minutes with what Triton compiles, ``tiles`` about
-two more for each model. Rows are written as they come; a second call with the same file goes on where the first one
+a minute and a half more for each model. Rows are written as they come; a second call with the same file goes on where the first one
 stopped. Medians of 10, in milliseconds; TFLOP/s of model FLOPs (backward counts twice the forward), and their share of
 what a bf16 product of 8192^3 sustains in the same run.
 
@@ -449,12 +449,14 @@ def tiles(found: Found, name: str, shape: Shape, device: torch.device) -> None:
     wide = (
         Tiles(128, 128, 64, 8, 3),
         Tiles(128, 128, 64, 4, 3),
-        Tiles(128, 128, 64, 8, 4, waves=1),
         Tiles(128, 256, 64, 8, 3),
         Tiles(128, 256, 64, 8, 4),
         Tiles(128, 256, 64, 8, 4, waves=1),
-        Tiles(64, 256, 64, 4, 4),
         Tiles(256, 128, 64, 8, 3),
+        Tiles(128, 128, 64, 8, 3, descriptors=True, registers=128),
+        Tiles(128, 256, 64, 8, 3, descriptors=True),
+        Tiles(128, 256, 64, 8, 4, descriptors=True),
+        Tiles(128, 256, 64, 8, 4, waves=1, descriptors=True),
     )
     gated = (
         Tiles(128, 128, 64, 8, 3),
@@ -462,8 +464,9 @@ def tiles(found: Found, name: str, shape: Shape, device: torch.device) -> None:
         Tiles(128, 128, 64, 8, 3, waves=1),
         Tiles(128, 64, 64, 8, 3),
         Tiles(128, 64, 64, 4, 4),
-        Tiles(64, 128, 64, 4, 4),
-        Tiles(128, 128, 32, 8, 4),
+        Tiles(128, 128, 64, 8, 3, descriptors=True),
+        Tiles(128, 128, 64, 8, 4, descriptors=True),
+        Tiles(128, 64, 64, 8, 3, descriptors=True, registers=128),
     )
     weight = (
         Tiles(128, 128, 64, 8, 3),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels import expert_rows
 from paceline.kernels import experts as experts_module
 from paceline.kernels.expert_gemm import Rows, product, weight_product
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference, sorted_order
@@ -317,6 +318,32 @@ def test_sizes_that_no_tile_divides_in_the_interpreter(interpreted: None) -> Non
     compare(run_fused(inputs, kernels=TRITON), run_fused(inputs, kernels=ALL_TORCH), 2e-6)
 
 
+def test_descriptors_in_the_interpreter(interpreted: None) -> None:
+    """Loads by the copy engine, of matrices both ways round and of rows; columns that no tile divides."""
+    from paceline.kernels import expert_gemm_triton
+
+    inputs = make(Case(21, 3, 2, "skewed"), width=32, hidden=24, dtype=torch.float32)
+    order = expert_order_reference(inputs.experts, None, 3)
+    picked = Rows(inputs.x.detach(), order, 2, picked=True)
+    up, down = inputs.up.detach(), inputs.down.detach()
+    tiles = expert_gemm_triton.Tiles(rows=16, columns=16, depth=16, together=2, waves=1, descriptors=True)
+    weights = inputs.weights.detach()
+    found = expert_gemm_triton.product_with_activation(
+        picked, up.flatten(1, 2).mT, weights, "silu", gated=True, tiles=tiles
+    )
+    hidden = product(picked, up.flatten(1, 2).mT)
+    expected = (hidden, expert_rows.activate(hidden.unflatten(1, (2, -1)), weights, order, "silu"))
+    for one, other in zip(found, expected, strict=True):
+        compare({"out": one}, {"out": other}, 2e-6)
+    for rows, matrix in (
+        (Rows(picked.dense(), order), down),
+        (picked, down),
+        (Rows(picked.dense(), order), down.mT.mT),
+    ):
+        assert expert_gemm_triton._describable(rows.values, matrix)
+        compare({"out": expert_gemm_triton.product(rows, matrix, tiles=tiles)}, {"out": product(rows, matrix)}, 2e-6)
+
+
 def test_sums_in_the_interpreter(interpreted: None) -> None:
     from paceline.kernels import expert_gemm_triton
 
@@ -422,6 +449,11 @@ def test_products_on_a_gpu_whatever_the_tiles() -> None:
     rows = Rows(inputs.x.detach(), order, 2, picked=True)
     up_ECF = inputs.up.detach()[:, 0].transpose(1, 2)
     expected = product(rows, up_ECF)
-    for tiles in (Tiles(), Tiles(64, 128, 32, 4, 2, 1, 2), Tiles(128, 256, 64, 8, 3, 4, 1)):
+    for tiles in (
+        Tiles(),
+        Tiles(64, 128, 32, 4, 2, 1, 2),
+        Tiles(128, 256, 64, 8, 3, 4, 1),
+        Tiles(descriptors=True, registers=128),
+    ):
         found = expert_gemm_triton.product(rows, up_ECF, tiles=tiles)
         compare({"out": found}, {"out": expected}, 2e-3)

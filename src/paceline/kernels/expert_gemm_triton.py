@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_rows import ActivationFunction
@@ -42,6 +43,11 @@ class Tiles(NamedTuple):
     """fp32 sums of weight gradients are added to in the L2 cache: the program neither waits for what it adds to nor has
     registers for it (with 8 warps 128 a thread instead of 188, so that two programs fit a multiprocessor). Nobody else
     adds to the same numbers, so that the order of sums is fixed all the same."""
+    descriptors: bool = False
+    """Matrices, and rows that are not picked, are loaded by the bulk copy engine (TMA), where sizes allow."""
+    registers: int = 0
+    """At most so many a thread, by spilling the rest; 0 = no limit. 128 with 8 warps lets two programs share a
+    multiprocessor."""
 
 
 WITH_ACTIVATION = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
@@ -102,13 +108,21 @@ def _launch_rows(
     assert values.shape[1] == X and values.dtype == matrix_EXY.dtype, (values.shape, matrix_EXY.shape)
     if rows.number == 0:
         return
+    deep = matrix_EXY.stride(1) == 1  # depth is what lies side by side
+    described = tiles.descriptors and X % tiles.depth == 0 and _describable(values, matrix_EXY)
+    from_matrix, from_values = matrix_EXY, values
+    if described:
+        flat = (matrix_EXY.mT if deep else matrix_EXY).flatten(0, 1)
+        from_matrix = _described(flat, (tiles.columns, tiles.depth) if deep else (tiles.depth, tiles.columns))
+        if not rows.picked:
+            from_values = _described(values, (tiles.rows, tiles.depth))
     tiles_of_rows = triton.cdiv(rows.number, tiles.rows) + min(E, rows.number)
     grid = _grid(tiles_of_rows * triton.cdiv(columns, tiles.columns), tiles, out)
     _rows_kernel[grid](
-        values,
+        from_values,
         rows.order.order,
         rows.order.ends,
-        matrix_EXY,
+        from_matrix,
         out,
         out if act is None else act,
         rows.order.ends if weights is None else weights.contiguous(),
@@ -124,8 +138,21 @@ def _launch_rows(
         GATED=gated,
         EVEN_DEPTH=X % tiles.depth == 0,
         EVEN_COLUMNS=columns % tiles.columns == 0,
+        DESCRIBED=described,
+        DEEP=deep,
         **_blocks(tiles, E),
     )
+
+
+def _describable(values: Tensor, matrix_EXY: Tensor) -> bool:
+    """Sizes that the copy engine takes: each row begins at a multiple of 16 bytes."""
+    deep = matrix_EXY.mT.is_contiguous()
+    aligned = all(size * matrix_EXY.itemsize % 16 == 0 for size in (*matrix_EXY.shape[1:], values.shape[1]))
+    return aligned and (deep or matrix_EXY.is_contiguous())
+
+
+def _described(matrix: Tensor, block: tuple[int, int]) -> Any:
+    return TensorDescriptor.from_tensor(matrix, list(block))
 
 
 def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: Tiles | None = None) -> None:
@@ -176,6 +203,7 @@ def _blocks(tiles: Tiles, num_experts: int) -> dict[str, Any]:
         "PADDED": max(128, triton.next_power_of_2(num_experts)),  # one kernel for most numbers of experts
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        **({"maxnreg": tiles.registers} if tiles.registers else {}),
     }
 
 
@@ -202,6 +230,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     EVEN_COLUMNS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    DEEP: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
     S: tl.constexpr,
@@ -227,42 +257,58 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         first_tile = within // run * TOGETHER
         height = tl.minimum((end - start + P - 1) // P - first_tile, TOGETHER)
         row_tile = first_tile + within % run % height
-        column_Q = within % run // height * Q + tl.arange(0, Q)
+        first_column = within % run // height * Q
+        column_Q = first_column + tl.arange(0, Q)
 
-        row_P = start + row_tile * P + tl.arange(0, P)
+        first_row = start + row_tile * P
+        row_P = first_row + tl.arange(0, P)
         inside_P = row_P < end
         row_P = tl.where(inside_P, row_P, start)  # a row that there is; what comes out is not stored
         source_P = row_P
         if PICKED:
             source_P = tl.load(order + row_P) // top_k
         depth_S = tl.arange(0, S)
-        from_PS = values + source_P.to(tl.int64)[:, None] * depth + depth_S[None, :]
-        matrix_SQ = (
-            matrix + expert * matrix_stride + column_Q[None, :] * column_stride + depth_S[:, None] * depth_stride
-        )
-        gate_to_up = columns * column_stride
+        if PICKED or not DESCRIBED:
+            from_PS = values + source_P.to(tl.int64)[:, None] * depth + depth_S[None, :]
+        if not DESCRIBED:
+            matrix_SQ = (
+                matrix + expert * matrix_stride + column_Q[None, :] * column_stride + depth_S[:, None] * depth_stride
+            )
+            gate_to_up = columns * column_stride
+        number = expert.to(tl.int32)
         sum_PQ = tl.zeros((P, Q), dtype=tl.float32)
         if GATED:
             up_PQ = tl.zeros((P, Q), dtype=tl.float32)
         for done in range(0, depth, S):
-            if EVEN_DEPTH:
-                x_PS = tl.load(from_PS)
+            if DESCRIBED and not PICKED:
+                x_PS = values.load([first_row, done])  # rows of the next expert too, which are not stored
             else:
-                x_PS = tl.load(from_PS, mask=(depth_S < depth - done)[None, :], other=0.0)
-            if EVEN_DEPTH and EVEN_COLUMNS:
-                first_SQ = tl.load(matrix_SQ)
-                if GATED:
-                    second_SQ = tl.load(matrix_SQ + gate_to_up)
+                if EVEN_DEPTH:
+                    x_PS = tl.load(from_PS)
+                else:
+                    x_PS = tl.load(from_PS, mask=(depth_S < depth - done)[None, :], other=0.0)
+                from_PS += S
+            if DESCRIBED:
+                if DEEP:
+                    first_SQ = matrix.load([number * out_width + first_column, done]).T
+                    if GATED:
+                        second_SQ = matrix.load([number * out_width + columns + first_column, done]).T
+                else:
+                    first_SQ = matrix.load([number * depth + done, first_column])
             else:
-                there_SQ = (depth_S < depth - done)[:, None] & (column_Q < columns)[None, :]
-                first_SQ = tl.load(matrix_SQ, mask=there_SQ, other=0.0)
-                if GATED:
-                    second_SQ = tl.load(matrix_SQ + gate_to_up, mask=there_SQ, other=0.0)
+                if EVEN_DEPTH and EVEN_COLUMNS:
+                    first_SQ = tl.load(matrix_SQ)
+                    if GATED:
+                        second_SQ = tl.load(matrix_SQ + gate_to_up)
+                else:
+                    there_SQ = (depth_S < depth - done)[:, None] & (column_Q < columns)[None, :]
+                    first_SQ = tl.load(matrix_SQ, mask=there_SQ, other=0.0)
+                    if GATED:
+                        second_SQ = tl.load(matrix_SQ + gate_to_up, mask=there_SQ, other=0.0)
+                matrix_SQ += S * depth_stride
             sum_PQ = tl.dot(x_PS, first_SQ, sum_PQ, input_precision="ieee")
             if GATED:
                 up_PQ = tl.dot(x_PS, second_SQ, up_PQ, input_precision="ieee")
-            from_PS += S
-            matrix_SQ += S * depth_stride
 
         inside_PQ = inside_P[:, None] & (column_Q < columns)[None, :]
         rounded_PQ = sum_PQ.to(out.dtype.element_ty)
