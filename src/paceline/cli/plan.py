@@ -102,3 +102,41 @@ def layouts(
             html=html,
         ),
     )
+
+
+@app.command(
+    "megatron", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True}, no_args_is_help=True
+)
+def megatron(
+    command: Annotated[list[str], typer.Argument(help="A launch script, or the flags (in quotes, or as they are).")],
+    gpus: Gpus = None,
+    gpu: Gpu = "",
+    nodes_of: NodesOf = 0,
+    interconnect: Interconnect = "",
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable that the script reads.")
+    ] = None,
+    write: Annotated[str, typer.Option("--write", help="Write it as a Paceline recipe to this file.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Read a Megatron-LM command line: what it takes, reaches and leaves off.
+
+    A script is read, not run: variables, arrays, `if` over strings and numbers,
+    torchrun, srun and #SBATCH. Contradictions are refused with the value to set;
+    unknown flags are listed; better flags are printed.
+
+      paceline plan megatron pretrain.sh --gpus 64 --gpu H100-80
+    """
+    from paceline.cli.plan_megatron import show_megatron
+
+    given = dict(text.partition("=")[::2] for text in env or ())
+    show_megatron(
+        command,
+        gpus=gpus,
+        gpu=gpu,
+        nodes_of=nodes_of,
+        interconnect=interconnect,
+        given=given,
+        write=write,
+        as_json=as_json,
+    )

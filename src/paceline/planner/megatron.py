@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.load import resolve
+from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.costs.workload import Precision, Recompute, Workload
 from paceline.errors import ConfigError
@@ -89,7 +90,7 @@ def read_megatron(
     fields = model_fields(flags)
     layout = _layout(flags, fields)
     count, reason = _world_size(launch, layout, gpus)
-    config = _recipe(flags, fields, layout, launch, gpus_per_node or launch.gpus_per_node or min(8, count))
+    config = _recipe(flags, fields, layout, count, gpus_per_node or launch.gpus_per_node or min(8, count))
     return MegatronRun(
         launch=launch,
         flags=flags,
@@ -195,8 +196,10 @@ def _pipeline_layout(flags: Flags, layers: int, pp: int) -> tuple[int, ...]:
         if between <= 0 or rest % between:
             return ()  # refused by `conflicts`
         return (*((first,) if first else ()), *(rest // between,) * between, *((last,) if last else ()))
-    embedding = flags.on("account-for-embedding-in-pipeline-split")
-    loss = flags.on("account-for-loss-in-pipeline-split")
+    # DeepSpeed's partition by type counts embedding and head as layers
+    counted = "embedding" in flags.text("pp-partition-method")
+    embedding = counted or flags.on("account-for-embedding-in-pipeline-split")
+    loss = counted or flags.on("account-for-loss-in-pipeline-split")
     if (embedding or loss) and (layers + embedding + loss) % pp == 0:
         each = (layers + embedding + loss) // pp
         return (each - embedding, *(each,) * (pp - 2), each - loss)
@@ -211,9 +214,10 @@ def _expanded(text: str) -> str:
     return re.sub(r"(\w)\*(\d+)", lambda found: found[1] * int(found[2]), text).strip("|")
 
 
-def _recipe(flags: Flags, fields: Mapping[str, Any], layout: Layout, launch: Launch, gpus_per_node: int) -> RunConfig:
+def _recipe(flags: Flags, fields: Mapping[str, Any], layout: Layout, gpus: int, gpus_per_node: int) -> RunConfig:
     micro = layout.micro_batch_size
-    whole = layout.global_batch_size or micro
+    # not given, it is one micro-batch of every data-parallel rank
+    whole = layout.global_batch_size or micro * max(1, gpus // (layout.tp * layout.pp * layout.cp))
     if layout.seq_len < 2:
         raise ConfigError("--seq-length is not given", next_step="Add --seq-length.")
     parallel: dict[str, Any] = {
@@ -267,9 +271,7 @@ def _recipe(flags: Flags, fields: Mapping[str, Any], layout: Layout, launch: Lau
 
 
 def _workload(flags: Flags, config: RunConfig, layout: Layout) -> Workload:
-    model = config.model.model_copy(
-        update={"vocab_size": padded(config.model.vocab_size, flags, layout.tp)},
-    )
+    model = padded_model(config, flags, layout.tp)
     backend = flags.text("attention-backend", "auto")
     fused = flags.on("use-flash-attn") or backend in ("flash", "fused") or _has_engine(flags, backend)
     zero = layout.zero
@@ -300,6 +302,11 @@ def _workload(flags: Flags, config: RunConfig, layout: Layout) -> Workload:
         fused_weight_gradients=not flags.on("no-gradient-accumulation-fusion"),
         async_tp=flags.on("tp-comm-overlap"),
     )
+
+
+def padded_model(config: RunConfig, flags: Flags, tp: int) -> ModelConfig:
+    """The model with the vocabulary as Megatron pads it for so many tensor-parallel ranks."""
+    return config.model.model_copy(update={"vocab_size": padded(config.model.vocab_size, flags, tp)})
 
 
 def _has_engine(flags: Flags, backend: str) -> bool:

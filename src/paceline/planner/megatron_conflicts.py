@@ -154,7 +154,7 @@ def _pipeline(run: MegatronRun) -> Iterator[Finding]:
             f"It was read as {list(layout.pipeline_layout)}.",
             "Make them agree.",
         )
-    if layers % layout.pp and not uneven:
+    if layers % layout.pp and not uneven and not flags.on("deepspeed"):  # which cuts by parameters
         stages = even_layout(layers, layout.pp) if layers >= layout.pp else []
         ways = [str(pp) for pp in divisors(layers) if run.gpus % (pp * layout.tp * layout.cp) == 0]
         flag = f"--pipeline-model-parallel-layout 'E{'|'.join('t' * count for count in stages)}L'" if stages else ""

@@ -35,7 +35,7 @@ decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-mode
 microbatch-group-size-per-virtual-pipeline-stage cp-comm-type data-parallel-sharding-strategy
 num-distributed-optimizer-instances recompute-granularity recompute-method recompute-num-layers
 optimizer-offload-fraction ddp-bucket-size main-grads-dtype exp-avg-dtype exp-avg-sq-dtype zero-stage
-cuda-graph-impl log-interval
+cuda-graph-impl log-interval pp-partition-method
 """
 
 _READ_SWITCHES = """
@@ -66,7 +66,7 @@ fp8-amax-compute-algo empty-unused-memory-level profile-step-start profile-step-
 timing-log-option manual-gc-interval tiktoken-pattern eod-mask-loss-value local-rank node-rank master-addr
 master-port hf-tokenizer-path extra-vocab-size max-padding-length dataset train-mode embedding-init-method-std
 start-weight-decay end-weight-decay weight-decay-incr-style rotary-seq-len-interpolation-factor rotary-interleaved
-deepspeed_config deepspeed-config kill-switch-path pp-partition-method train-weighted-split-paths-path
+deepspeed_config deepspeed-config kill-switch-path train-weighted-split-paths-path
 valid-weighted-split-paths-path DDP-impl ds-pipeline-enabled attention-sink-k rope-scaling-factor
 retro-workdir yaml-cfg save-retain-interval non-persistent-save-interval async-strategy
 ckpt-fully-parallel-save-process-group fp8-wgrad-override logging-level log-memory-interval per-split-data-args-path
