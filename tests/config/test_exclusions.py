@@ -27,7 +27,6 @@ CASES = {
     "config.fused-gradients-fsdp": ("parallel.fused_weight_gradients=true", "parallel.zero=2"),
     "config.accumulate-dtype": ("parallel.accumulate_dtype=bf16", "parallel.zero=2"),
     "config.offload-8bit": ("optim.name=adamw8bit", "parallel.offload=optimizer"),
-    "config.fp8-tp": ("train.precision=fp8", "parallel.tp=2"),
     "config.fp8-split-backward": ("train.precision=fp8", "parallel.pipeline_schedule=zero_bubble", "parallel.pp=2"),
     "config.fp8-offload": ("train.precision=fp8", "parallel.offload=optimizer"),
 }

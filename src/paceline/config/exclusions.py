@@ -213,12 +213,6 @@ EXCLUSIONS = (
         because="8-bit moments are updated by a GPU kernel; offloaded ones live on the host.",
     ),
     Exclusion(
-        id="config.fp8-tp",
-        options=(_FP8, _TENSOR),
-        because="Products that gather or scatter the sequence on their way have no fp8 form yet. It works with pp, cp "
-        "and every parallel.zero.",
-    ),
-    Exclusion(
         id="config.fp8-split-backward",
         options=(_FP8, _SPLIT_BACKWARD),
         because="This schedule computes the gradients of weights apart from those of inputs, and an fp8 linear has one "

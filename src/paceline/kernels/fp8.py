@@ -20,6 +20,9 @@ in the backward would cost another 2 M K bytes of traffic for the same memory.
 Layers that read the same input (queries, keys and values; gate and up) are one product here: the input is cast once,
 their weights have one scale between them, and the gradient of the input is one sum in fp32.
 
+Where ranks hold parts of these matrices (`Cut`), scales are those of the whole ones, and every rank rounds as one
+process with all of them does.
+
 Sources: formats and which of them where: arXiv:2209.05433. `torch._scaled_mm` has no public name that autograd or
 `torch.compile` of torch 2.11 know; it is the operation behind `F.scaled_mm`.
 
@@ -28,8 +31,8 @@ Dims: M tokens, K input width, N output width, of all joined layers together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +42,7 @@ from paceline.kernels.fp8_cast import (
     MULTIPLE,
     CastKernel,
     Fp8,
+    Parted,
     Scaling,
     cast_both,
     cast_columns,
@@ -47,6 +51,27 @@ from paceline.kernels.fp8_cast import (
     gradient_dtype,
     product,
 )
+
+
+class Cut(NamedTuple):
+    """This rank's products are a part of larger ones."""
+
+    over: Literal["inputs", "outputs"]
+    """Which width of the weights is cut: K, and each rank has a part of the sum; or N."""
+    widen: Callable[[Tensor], Tensor]
+    """See `Parted`."""
+
+    @property
+    def weight(self) -> Parted:
+        return Parted(dim=1 if self.over == "inputs" else 0, widen=self.widen)
+
+    @property
+    def input(self) -> Parted | None:
+        return Parted(dim=1, widen=self.widen) if self.over == "inputs" else None
+
+    @property
+    def gradient(self) -> Parted | None:
+        return Parted(dim=1, widen=self.widen) if self.over == "outputs" else None
 
 
 class CachedWeight(NamedTuple):
@@ -67,9 +92,12 @@ def why_not_fp8(weights: Sequence[Tensor]) -> str | None:
     return f"its {' and '.join(odd)} {'is' if len(odd) == 1 else 'are'} not a multiple of {MULTIPLE}"
 
 
-def cast_weights(weights: Sequence[Tensor], scaling: Scaling, kernel: CastKernel = "torch") -> CachedWeight:
+def cast_weights(
+    weights: Sequence[Tensor], scaling: Scaling, kernel: CastKernel = "torch", cut: Cut | None = None
+) -> CachedWeight:
     """What `fp8_linears` multiplies by, to be made once for each change of the weights."""
-    return CachedWeight(*cast_weights_both([weight.detach() for weight in weights], scaling, kernel))
+    parted = None if cut is None else cut.weight
+    return CachedWeight(*cast_weights_both([weight.detach() for weight in weights], scaling, kernel, parted))
 
 
 def fp8_linears(
@@ -80,29 +108,45 @@ def fp8_linears(
     scaling: Scaling,
     cached: CachedWeight | None = None,
     kernel: CastKernel = "torch",
+    cut: Cut | None = None,
 ) -> tuple[Tensor, ...]:
     """``x`` [..., K] times each of the [N, K] weights, plus biases: one fp8 product for all. See `why_not_fp8`.
 
     Args:
         cached: `cast_weights` of these weights as they are; otherwise they are cast here and again in the backward.
+        cut: what ranks hold parts of, if they do. Outputs, and the gradient of ``x``, are this rank's products alone.
     """
-    tensors: tuple[Tensor | None, ...] = (None,) * 4
-    if cached is not None:
-        # one scale for both is handed over once: the compiler (torch 2.13) does not take the same tensor twice
-        columns_scale = None if scaling == "tensorwise" else cached.columns.scale
-        tensors = (*cached.rows, cached.columns.values, columns_scale)
     if torch.is_grad_enabled():
-        joined = _Products.apply(scaling, kernel, *tensors, x, *weights)
+        joined = _Products.apply(scaling, kernel, cut, *tensors_of(cached, scaling), x, *weights)
     else:
-        # nobody will ask for gradients: nothing is transposed
-        rows = cast_rows(weights, E4M3, scaling) if cached is None else cached.rows
-        joined = _forward(cast_rows([x.flatten(0, -2)], E4M3, scaling), rows, x)
+        joined = products_without_gradients(x, weights, scaling, cached, cut)
+    return split_outputs(joined, weights, biases)
+
+
+def tensors_of(cached: CachedWeight | None, scaling: Scaling) -> tuple[Tensor | None, ...]:
+    """Four arguments for an autograd function: rows, their scale, columns, and their scale if it is another one."""
+    if cached is None:
+        return (None,) * 4
+    # one scale for both is handed over once: the compiler (torch 2.13) does not take the same tensor twice
+    return (*cached.rows, cached.columns.values, None if scaling == "tensorwise" else cached.columns.scale)
+
+
+def products_without_gradients(
+    x: Tensor, weights: Sequence[Tensor], scaling: Scaling, cached: CachedWeight | None, cut: Cut | None
+) -> Tensor:
+    """All outputs as one, [..., N]. Nothing is transposed."""
+    rows = cast_rows(weights, E4M3, scaling, cut and cut.weight) if cached is None else cached.rows
+    return multiply(cast_rows([x.flatten(0, -2)], E4M3, scaling, cut and cut.input), rows, x.dtype, x.shape)
+
+
+def split_outputs(joined: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     outputs = joined.split([weight.shape[0] for weight in weights], dim=-1)
     return tuple(out if bias is None else out + bias for out, bias in zip(outputs, biases, strict=True))
 
 
-def _forward(x_MK: Fp8, weight_NK: Fp8, x: Tensor) -> Tensor:
-    return product(x_MK, weight_NK, x.dtype, fast=True).view(*x.shape[:-1], -1)
+def multiply(x_MK: Fp8, weight_NK: Fp8, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """The forward's product for an input of that ``shape``."""
+    return product(x_MK, weight_NK, dtype, fast=True).view(*shape[:-1], -1)
 
 
 class _Products(torch.autograd.Function):
@@ -111,6 +155,7 @@ class _Products(torch.autograd.Function):
         ctx: Any,
         scaling: Scaling,
         kernel: CastKernel,
+        cut: Cut | None,
         cached_rows: Tensor | None,
         rows_scale: Tensor | None,
         cached_columns: Tensor | None,
@@ -118,46 +163,56 @@ class _Products(torch.autograd.Function):
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.scaling, ctx.kernel, ctx.is_cached = scaling, kernel, cached_rows is not None
+        ctx.scaling, ctx.kernel, ctx.cut, ctx.is_cached = scaling, kernel, cut, cached_rows is not None
         x_MK = x.flatten(0, -2)
         x_columns: tuple[Tensor | None, Tensor | None] = (None, None)
-        if any(ctx.needs_input_grad[7:]):
-            x_rows, x_columns = cast_both(x_MK, E4M3, scaling, kernel)
+        if any(ctx.needs_input_grad[8:]):
+            x_rows, x_columns = cast_both(x_MK, E4M3, scaling, kernel, cut and cut.input)
         else:
-            x_rows = cast_rows([x_MK], E4M3, scaling)
+            x_rows = cast_rows([x_MK], E4M3, scaling, cut and cut.input)
         if cached_rows is not None and rows_scale is not None:
             weight_rows = Fp8(cached_rows, rows_scale)
             ctx.save_for_backward(*x_columns, cached_columns, rows_scale if columns_scale is None else columns_scale)
         else:
-            weight_rows = cast_rows(weights, E4M3, scaling)
+            weight_rows = cast_rows(weights, E4M3, scaling, cut and cut.weight)
             ctx.save_for_backward(*x_columns, *weights)
         ctx.sizes = [weight.shape[0] for weight in weights]
         ctx.weight_dtype = weights[0].dtype
-        return _forward(x_rows, weight_rows, x)
+        return multiply(x_rows, weight_rows, x.dtype, x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x_columns, x_scale, *weights = ctx.saved_tensors
-        scaling, dtype, grad_MN = ctx.scaling, gradient_dtype(ctx.scaling), grad.flatten(0, -2)
-        wants_x, wants_weight = ctx.needs_input_grad[6], any(ctx.needs_input_grad[7:])
-        rows = columns = None
-        if wants_x and wants_weight:
-            rows, columns = cast_both(grad_MN, dtype, scaling, ctx.kernel)
-        elif wants_x:
-            rows = cast_rows([grad_MN], dtype, scaling)
-        elif wants_weight:
-            columns = cast_columns([grad_MN], dtype, scaling)
-
+        wants_x, wants_weight = ctx.needs_input_grad[7], any(ctx.needs_input_grad[8:])
+        rows, columns = cast_gradient(grad, ctx.scaling, ctx.kernel, ctx.cut, rows=wants_x, columns=wants_weight)
         grad_x = None
         if rows is not None:
-            weight_KN = Fp8(*weights) if ctx.is_cached else cast_columns(weights, E4M3, scaling)
+            weight_KN = weight_columns(weights, ctx.scaling, ctx.cut, is_cached=ctx.is_cached)
             grad_x = product(rows, weight_KN, grad.dtype, fast=False).view(*grad.shape[:-1], -1)
         grad_weights: Sequence[Tensor | None] = [None] * len(ctx.sizes)
         if columns is not None:
             grad_NK = product(columns, Fp8(x_columns, x_scale), ctx.weight_dtype, fast=False)
             grad_weights = grad_NK.split(ctx.sizes)
-        return None, None, None, None, None, None, grad_x, *grad_weights
+        return None, None, None, None, None, None, None, grad_x, *grad_weights
+
+
+def cast_gradient(
+    grad: Tensor, scaling: Scaling, kernel: CastKernel, cut: Cut | None, *, rows: bool, columns: bool
+) -> tuple[Fp8 | None, Fp8 | None]:
+    """The gradient of the joined outputs, [..., N], for the product with the weights and that with the input."""
+    grad_MN, dtype, parted = grad.flatten(0, -2), gradient_dtype(scaling), cut and cut.gradient
+    if rows and columns:
+        return cast_both(grad_MN, dtype, scaling, kernel, parted)
+    return (
+        cast_rows([grad_MN], dtype, scaling, parted) if rows else None,
+        cast_columns([grad_MN], dtype, scaling, parted) if columns else None,
+    )
+
+
+def weight_columns(saved: Sequence[Tensor], scaling: Scaling, cut: Cut | None, *, is_cached: bool) -> Fp8:
+    """Joined weights for the product with the gradient: what the forward cast, or the weights themselves."""
+    return Fp8(*saved) if is_cached else cast_columns(saved, E4M3, scaling, cut and cut.weight)
 
 
 # ---- the plain twin

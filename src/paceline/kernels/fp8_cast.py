@@ -7,12 +7,14 @@ is at most one of the 18 (e4m3) or 32 (e5m2) binades of range, at the bottom, wh
 Numbers that are not finite stay visible, whatever the device's cast makes of them (some saturate inf): a tensor (a row)
 with one in it gets a scale that is not finite, so everything that is computed with it is not finite either.
 
+Where ranks hold parts of a matrix, a scale is of the whole one (`Parted`), so that every layout rounds alike.
+
 Dims: R rows, C columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,6 +47,15 @@ class Fp8(NamedTuple):
         return self.values.float() * self.scale
 
 
+class Parted(NamedTuple):
+    """A matrix is one rank's part of a larger one, which is cut along ``dim``."""
+
+    dim: int
+    """0: this rank has some of the rows; 1: some of the columns."""
+    widen: Callable[[Tensor], Tensor]
+    """The largest numbers of the part (fp32, no nan), elementwise, to those of all parts. Collective."""
+
+
 def gradient_dtype(scaling: Scaling) -> torch.dtype:
     """e5m2 where one scale serves a whole gradient: range before mantissa. A row's own scale leaves less to span."""
     return E5M2 if scaling == "tensorwise" else E4M3
@@ -63,25 +74,45 @@ def product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast: bool) -> Tensor:
     return out
 
 
-def cast_rows(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling) -> Fp8:
+def cast_rows(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling, parted: Parted | None = None) -> Fp8:
     """Matrices [R, C], one under the other, for a product over C."""
     if scaling == "tensorwise":
-        factor = multiplier(_largest_of_all(parts), dtype)
+        factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), dtype)
         return Fp8(_joined([_cast(part, factor, dtype) for part in parts]), factor.reciprocal())
-    factors = [multiplier(_largest(part, dim=1), dtype) for part in parts]
+    across = parted if parted is not None and parted.dim == 1 else None
+    factors = [multiplier(_of_all_ranks(_largest(part, dim=1), across), dtype) for part in parts]
     values = [_cast(part, factor, dtype) for part, factor in zip(parts, factors, strict=True)]
     return Fp8(_joined(values), _joined(factors).reciprocal())
 
 
-def cast_columns(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling) -> Fp8:
+def cast_columns(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling, parted: Parted | None = None) -> Fp8:
     """Matrices [R, C], one under the other, for a product over R: transposed, [C, R], R filled with zeros to a
     `MULTIPLE`."""
     if scaling == "tensorwise":
-        return transposed(cast_rows(parts, dtype, scaling))
+        return transposed(cast_rows(parts, dtype, scaling, parted))
+    scale = column_scale(parts, dtype, scaling, parted)
+    return turned(_joined([cast_by(part, scale, dtype) for part in parts]), scale)
+
+
+def column_scale(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling, parted: Parted | None = None) -> Tensor:
+    """The scale of `cast_columns`: fp32, [] or [C, 1]."""
+    if scaling == "tensorwise":
+        return multiplier(_of_all_ranks(_largest_of_all(parts), parted), dtype).reciprocal()
     largest = [_largest(part, dim=0) for part in parts]
-    factor = multiplier(largest[0] if len(largest) == 1 else torch.cat(largest).amax(0, keepdim=True), dtype)
-    values = _joined([_cast(part, factor, dtype) for part in parts])
-    return Fp8(_transposed_values(values), factor.reciprocal().view(-1, 1))
+    across = parted if parted is not None and parted.dim == 0 else None
+    joined = largest[0] if len(largest) == 1 else torch.cat(largest).amax(0, keepdim=True)
+    return multiplier(_of_all_ranks(joined, across), dtype).reciprocal().view(-1, 1)
+
+
+def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` [..., C] by a scale of `column_scale`, as it lies."""
+    factor = scale.reciprocal()  # exact: a power of two
+    return _cast(x, factor if factor.dim() == 0 else factor.view(-1), dtype)
+
+
+def turned(values_RC: Tensor, scale: Tensor) -> Fp8:
+    """What `cast_by` gave, for a product over R."""
+    return Fp8(_transposed_values(values_RC), scale)
 
 
 def transposed(rows: Fp8) -> Fp8:
@@ -90,16 +121,18 @@ def transposed(rows: Fp8) -> Fp8:
     return Fp8(_transposed_values(rows.values), rows.scale)
 
 
-def cast_both(x_RC: Tensor, dtype: torch.dtype, scaling: Scaling, kernel: CastKernel = "torch") -> tuple[Fp8, Fp8]:
+def cast_both(
+    x_RC: Tensor, dtype: torch.dtype, scaling: Scaling, kernel: CastKernel = "torch", parted: Parted | None = None
+) -> tuple[Fp8, Fp8]:
     """(`cast_rows`, `cast_columns`) of one matrix."""
     if scaling == "rowwise":
-        return cast_rows([x_RC], dtype, scaling), cast_columns([x_RC], dtype, scaling)
+        return cast_rows([x_RC], dtype, scaling, parted), cast_columns([x_RC], dtype, scaling, parted)
     if kernel == "triton":
-        factor = multiplier(_largest(x_RC), dtype)
-        values, turned = cast_transpose(x_RC, factor, dtype)
+        factor = multiplier(_of_all_ranks(_largest(x_RC), parted), dtype)
+        values, values_turned = cast_transpose(x_RC, factor, dtype)
         scale = factor.reciprocal()
-        return Fp8(values, scale), Fp8(turned, scale)
-    rows = cast_rows([x_RC], dtype, scaling)
+        return Fp8(values, scale), Fp8(values_turned, scale)
+    rows = cast_rows([x_RC], dtype, scaling, parted)
     return rows, transposed(rows)
 
 
@@ -112,14 +145,16 @@ def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Te
     return values, _transposed_values(values)
 
 
-def cast_weights_both(parts: Sequence[Tensor], scaling: Scaling, kernel: CastKernel) -> tuple[Fp8, Fp8]:
+def cast_weights_both(
+    parts: Sequence[Tensor], scaling: Scaling, kernel: CastKernel, parted: Parted | None = None
+) -> tuple[Fp8, Fp8]:
     """(`cast_rows`, `cast_columns`) of matrices, one under the other, in e4m3. Not for compiled code."""
     if scaling == "tensorwise" and kernel == "triton" and parts[0].is_cuda:
-        factor = multiplier(_largest_of_all(parts), E4M3)
-        values, turned = _cast_joined(parts, factor, E4M3)
-        return Fp8(values, factor.reciprocal()), Fp8(turned, factor.reciprocal())
-    rows = cast_rows(parts, E4M3, scaling)
-    return rows, transposed(rows) if scaling == "tensorwise" else cast_columns(parts, E4M3, scaling)
+        factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), E4M3)
+        values, values_turned = _cast_joined(parts, factor, E4M3)
+        return Fp8(values, factor.reciprocal()), Fp8(values_turned, factor.reciprocal())
+    rows = cast_rows(parts, E4M3, scaling, parted)
+    return rows, transposed(rows) if scaling == "tensorwise" else cast_columns(parts, E4M3, scaling, parted)
 
 
 def _cast_joined(parts: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -172,6 +207,11 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
 def _largest_of_all(parts: Sequence[Tensor]) -> Tensor:
     largest = [_largest(part) for part in parts]
     return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
+
+
+def _of_all_ranks(largest: Tensor, parted: Parted | None) -> Tensor:
+    # a maximum over ranks may lose a nan, but not inf, which spoils the tensor as well
+    return largest if parted is None else parted.widen(largest.nan_to_num(nan=torch.inf, posinf=torch.inf))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ takes the copy out again (2.11 - 2.13; tests/parallel/test_accumulate.py sees th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,9 @@ class _AccumulatingProduct(torch.autograd.Function):
 # ---- from above
 
 
-def accumulate_products(blocks: Sequence[nn.Module], *, replaced: bool = False) -> None:
+def accumulate_products(
+    blocks: Sequence[nn.Module], *, replaced: bool = False, but: Collection[nn.Linear] = ()
+) -> None:
     """Plain linear layers inside become `AccumulatingLinear`, and experts with kernels `AccumulatingExperts`, in place;
     names and parameters stay.
 
@@ -119,10 +121,12 @@ def accumulate_products(blocks: Sequence[nn.Module], *, replaced: bool = False) 
 
     Args:
         replaced: not so; products that stand for a layer's own ask `place_of`, as those of tensor parallelism do.
+        but: layers whose products do not.
     """
+    left = set(but)
     for block in blocks:
         for module in block.modules():
-            for layer in list(_plain_layers(module, replaced)):
+            for layer in [each for each in _plain_layers(module, replaced) if each not in left]:
                 layer.__class__ = AccumulatingLinear  # hooks, names and the parameters' places in the model stay
             if type(module) is Experts and module.kernels is not None:
                 module.__class__ = AccumulatingExperts

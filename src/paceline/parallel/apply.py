@@ -67,14 +67,15 @@ def parallelize(
         shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
         shards |= shard_experts(stage, mesh, layout)
         shard_sequence(stage, mesh, config.cp_method)
-        if precision == "fp8":
-            assert mesh.size("tp") == 1, "config.exclusions refuses it"
-            use_fp8(stage, fp8 or Fp8Options(), fp8_weights, cached=config.engine == "flat")  # inside what recomputes
+        in_fp8: list[torch.nn.Linear] = []
+        if precision == "fp8":  # inside what recomputes
+            flat = config.engine == "flat"
+            in_fp8 = use_fp8(stage, fp8 or Fp8Options(), fp8_weights, cached=flat, axis=mesh["tp"])
         if config.expert_kernels != "plain":
             fuse_experts(stage, config.expert_kernels, precision, device)
         if config.fused_weight_gradients:
             # last of all that changes layers: takes what is plain, or replaced by tp, whose products know places
-            accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1)
+            accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1, but=in_fp8)
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
         if config.compile:
             compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ from paceline.parallel.regions import finish_gather, finish_scatter, scatter_sum
 
 Postpone = Callable[[Tensor, Callable[[], Tensor]], None]
 """Takes a weight, and what computes its gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of tp meet for the products of a sublayer."""
+
+    axis: Axis
+    name: str
+    """Of its collectives."""
+    dim: int
+    """That the input is gathered along, and the output scattered."""
 
 
 def column_products(

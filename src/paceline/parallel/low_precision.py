@@ -4,6 +4,8 @@ The model is changed from outside, as tensor parallelism does it: a sublayer's `
 linear become products of `kernels/fp8.py`. Linears of blocks only: the head, embeddings, norms, attention itself,
 routers, experts (shared ones too) and multi-token prediction stay in bf16.
 
+Under tensor parallelism the products are those of `linear_fp8.py`, and scales are compared over its ranks.
+
 Weights are cast once for each change, not for each micro-batch: just before a block's forward, outside of what is
 compiled or recomputed, if the engine has published weights since the last time. Evaluation, recomputation and all
 micro-batches of a step read the same fp8 weights, at 2 bytes an element beside the bf16 ones. Without the cache
@@ -13,7 +15,7 @@ micro-batches of a step read the same fp8 weights, at 2 bytes an element beside 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +23,22 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.train import TrainConfig
+from paceline.costs.placement import placement
 from paceline.errors import ConfigError
-from paceline.kernels.fp8 import CachedWeight, cast_weights, fp8_linears, why_not_fp8
+from paceline.kernels.fp8 import CachedWeight, Cut, cast_weights, fp8_linears, why_not_fp8
 from paceline.kernels.fp8_cast import CastKernel, Fp8, Scaling, product
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
 from paceline.models.transformer import Transformer
+from paceline.parallel.accumulate import place_of
+from paceline.parallel.collectives import Axis
+from paceline.parallel.linear import Meeting, column_products
+from paceline.parallel.linear_fp8 import WidestOver, fp8_column_products, fp8_row_product
+from paceline.parallel.tensor import Sublayer, meeting_of
 from paceline.runtime.device import capability, device_name
 from paceline.runtime.log import log_once
 
 log = logging.getLogger(__name__)
-
-Sublayer = GroupedQueryAttention | LatentAttention | FeedForward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +64,35 @@ class Fp8Options:
 
 
 class JoinedLinears:
-    """Linears that read the same input, as one fp8 product."""
+    """Linears that read the same input, as one fp8 product. ``cut``: what of it other ranks of tp hold."""
 
-    def __init__(self, linears: Sequence[nn.Linear], options: Fp8Options) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], options: Fp8Options, cut: Cut | None = None) -> None:
         self.linears = tuple(linears)
-        self.scaling, self.kernel = options.scaling, options.kernel
+        self.scaling, self.kernel, self.cut = options.scaling, options.kernel, cut
         self.cached: CachedWeight | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return fp8_linears(
-            x,
-            tuple(linear.weight for linear in self.linears),
-            tuple(linear.bias for linear in self.linears),
-            scaling=self.scaling,
-            cached=self.cached,
-            kernel=self.kernel,
-        )
+        return fp8_linears(x, *self._matrices(), **self._options())
+
+    def gathered(self, x: Tensor, meeting: Meeting) -> tuple[Tensor, ...]:
+        """The same of the parts of ``x`` of all ranks."""
+        return fp8_column_products(x, *self._matrices(), meeting, **self._options())
+
+    def scattered(self, x: Tensor, meeting: Meeting) -> Tensor:
+        """This rank's part of the sum over ranks, of one linear."""
+        (linear,) = self.linears
+        return fp8_row_product(x, linear.weight, linear.bias, meeting, **self._options())
+
+    def _matrices(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        return tuple(linear.weight for linear in self.linears), tuple(linear.bias for linear in self.linears)
+
+    def _options(self) -> dict[str, Any]:
+        return {"scaling": self.scaling, "cached": self.cached, "kernel": self.kernel, "cut": self.cut}
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Takes the weights as they are now."""
-        self.cached = cast_weights([linear.weight for linear in self.linears], self.scaling, self.kernel)
+        """Takes the weights as they are now. Collective where they are cut."""
+        self.cached = cast_weights([linear.weight for linear in self.linears], self.scaling, self.kernel, self.cut)
 
 
 class Fp8Weights:
@@ -111,7 +125,9 @@ class Fp8Weights:
         return sum(tensor.nbytes for cached in found if cached is not None for operand in cached for tensor in operand)
 
 
-def use_fp8(stage: Transformer, options: Fp8Options, weights: Fp8Weights, *, cached: bool) -> None:
+def use_fp8(
+    stage: Transformer, options: Fp8Options, weights: Fp8Weights, *, cached: bool, axis: Axis | None = None
+) -> list[nn.Linear]:
     """Puts the linears of a model's, or a stage's, blocks into fp8, in place; parameters stay what and where they are.
 
     After tensors are cut, before blocks are wrapped by recomputation and compilation. On the meta device or with
@@ -120,66 +136,112 @@ def use_fp8(stage: Transformer, options: Fp8Options, weights: Fp8Weights, *, cac
     Args:
         weights: the rank's cache, which is to be told when weights change.
         cached: whether weights stay whole between uses, so that a cache makes sense.
+        axis: tp, that tensors were cut over.
+
+    Returns:
+        those that are in fp8 now.
     """
     skipped = {index % stage.config.num_layers for index in options.skip_layers}
+    found: list[nn.Linear] = []
     for index, block in stage.blocks.items():
         if int(index) not in skipped:
-            members = _change_block(f"blocks.{index}", block, options, rotary=stage.rope is not None)
+            members = _change_block(f"blocks.{index}", block, _Change(options=options, stage=stage, axis=axis))
             if members and cached and options.cached:
                 weights.keep(block, members)
+            found += [linear for joined in members for linear in joined.linears]
+    return found
 
 
-def _change_block(prefix: str, block: nn.Module, options: Fp8Options, *, rotary: bool) -> list[JoinedLinears]:
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """What every layer of a stage is changed by."""
+
+    options: Fp8Options
+    stage: Transformer
+    axis: Axis | None
+
+    def meeting(self, sublayer: Sublayer) -> Meeting | None:
+        return meeting_of(sublayer, self.axis) if self.axis is not None and self.axis.size > 1 else None
+
+    def cut(self, prefix: str, named: Mapping[str, nn.Linear], meeting: Meeting | None) -> Cut | None:
+        """What other ranks hold of linears that read the same input."""
+        if meeting is None:
+            return None
+        names = {f"{prefix}.{name}.weight": linear.weight for name, linear in named.items()}
+        dims = {cut.dim for name, weight in names.items() for cut in placement(name, weight.shape, self.stage.config)}
+        if not dims:
+            return None
+        (dim,) = dims
+        widen = WidestOver(axis=meeting.axis, name=f"{meeting.name}/scales")
+        return Cut(over="outputs" if dim == 0 else "inputs", widen=widen)
+
+
+def _change_block(prefix: str, block: nn.Module, change: _Change) -> list[JoinedLinears]:
     members = []
     for name, module in block.named_children():
         # a mixture of experts is neither: its experts stay in bf16
         if isinstance(module, GroupedQueryAttention | LatentAttention | FeedForward):
-            changed = list(_change_sublayer(f"{prefix}.{name}", module, options))
-            if isinstance(module, GroupedQueryAttention) and (rotary or module.q_norm is not None):
+            changed = list(_change_sublayer(f"{prefix}.{name}", module, change))
+            turns = change.stage.rope is not None
+            if isinstance(module, GroupedQueryAttention) and (turns or module.q_norm is not None):
                 _set_values_apart(module, changed)
             members += changed
     return members
 
 
-def _change_sublayer(prefix: str, sublayer: Sublayer, options: Fp8Options) -> Iterator[JoinedLinears]:
+def _change_sublayer(prefix: str, sublayer: Sublayer, change: _Change) -> Iterator[JoinedLinears]:
     names = {module: name for name, module in sublayer.named_children()}
+    skip, meeting = change.options.skip_linears, change.meeting(sublayer)
     first = sublayer.in_projs
-    joined = _join(prefix, [linear for linear in first if names[linear] not in options.skip_linears], names, options)
+    named = {names[linear]: linear for linear in first if names[linear] not in skip}
+    joined = _join(prefix, named, change, meeting)
     if joined is not None:
-        in_fp8 = tuple(linear in joined.linears for linear in first)
-        sublayer.project = _project(joined, in_fp8, sublayer)  # type: ignore[method-assign, assignment]
+        sublayer.project = _project(joined, sublayer, meeting)  # type: ignore[method-assign, assignment]
         yield joined
+    last = sublayer.down_proj if isinstance(sublayer, FeedForward) else sublayer.o_proj
     for module, name in names.items():
-        if isinstance(module, nn.Linear) and module not in first and name not in options.skip_linears:
-            alone = _join(prefix, [module], names, options)
+        if isinstance(module, nn.Linear) and module not in first and name not in skip:
+            alone = _join(prefix, {name: module}, change, meeting)
             if alone is not None:
-                module.forward = _forward(alone)  # type: ignore[method-assign, assignment]
+                scatters = meeting if module is last else None
+                module.forward = _forward(alone, scatters)  # type: ignore[method-assign, assignment]
                 yield alone
 
 
 def _join(
-    prefix: str, linears: Sequence[nn.Linear], names: dict[nn.Module, str], options: Fp8Options
+    prefix: str, named: Mapping[str, nn.Linear], change: _Change, meeting: Meeting | None
 ) -> JoinedLinears | None:
+    linears = tuple(named.values())
     if not linears:
         return None
     reason = why_not_fp8([linear.weight for linear in linears])
     if reason is None:
-        return JoinedLinears(linears, options)
-    asked = " and ".join(names[linear] for linear in linears)
+        return JoinedLinears(linears, change.options, change.cut(prefix, named, meeting))
     # without the layer's number: once for all layers alike
     kind = prefix.rpartition(".")[2]
-    log_once(log, logging.WARNING, "%s of %s stays in bf16: %s. fp8 products need that.", asked, kind, reason)
+    text = "%s of %s stays in bf16: %s. fp8 products need that."
+    log_once(log, logging.WARNING, text, " and ".join(named), kind, reason)
     return None
 
 
 def _project(
-    joined: JoinedLinears, in_fp8: tuple[bool, ...], sublayer: Sublayer
+    joined: JoinedLinears, sublayer: Sublayer, meeting: Meeting | None
 ) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    in_fp8 = tuple(linear in joined.linears for linear in sublayer.in_projs)
+    others = tuple(linear for linear in sublayer.in_projs if linear not in joined.linears)
+
+    def products(x: Tensor) -> tuple[Tensor, ...]:
+        """In bf16."""
+        if meeting is None:
+            return tuple(proj(x) for proj in others)
+        weights, biases = tuple(proj.weight for proj in others), tuple(proj.bias for proj in others)
+        places = tuple(place_of(proj) for proj in others)
+        return column_products(x, weights, biases, meeting.axis, meeting.name, dim=meeting.dim, places=places)
+
     def project(x: Tensor) -> tuple[Tensor, ...]:
-        outputs = iter(joined(x))
-        return tuple(
-            next(outputs) if is_fp8 else proj(x) for proj, is_fp8 in zip(sublayer.in_projs, in_fp8, strict=True)
-        )
+        outputs = iter(joined(x) if meeting is None else joined.gathered(x, meeting))
+        left = iter(products(x) if others else ())
+        return tuple(next(outputs) if is_fp8 else next(left) for is_fp8 in in_fp8)
 
     return project
 
@@ -198,9 +260,9 @@ def _set_values_apart(attention: GroupedQueryAttention, products: Sequence[Joine
     attention.project = project  # type: ignore[method-assign, assignment]
 
 
-def _forward(alone: JoinedLinears) -> Callable[[Tensor], Tensor]:
+def _forward(alone: JoinedLinears, scatters: Meeting | None) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        return alone(x)[0]
+        return alone(x)[0] if scatters is None else alone.scattered(x, scatters)
 
     return forward
 

@@ -21,9 +21,10 @@ Source of the pairs: Megatron-LM, arXiv:1909.08053, section 3, and sequence para
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.collectives import Axis, Pending, all_gather, all_reduce, reduce_scatter
@@ -73,6 +74,13 @@ def share(x: Tensor, axis: Axis, name: str) -> Tensor:
         return x
     same: Tensor = _Share.apply(x, axis, name)
     return same
+
+
+def max_over(x: Tensor, axis: Axis, name: str) -> Tensor:
+    """The elementwise maximum over ranks, of what has no gradient."""
+    if axis.size == 1:
+        return x
+    return _reduce(x, axis, name, "max")
 
 
 def own_part(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -194,9 +202,16 @@ def _scatter(x: Tensor, axis: Axis, name: str, dim: int) -> Tensor:
 
 
 def _sum(x: Tensor, axis: Axis, name: str) -> Tensor:
+    return _reduce(x, axis, name, "sum")
+
+
+def _reduce(x: Tensor, axis: Axis, name: str, what: Literal["sum", "max"]) -> Tensor:
     assert axis.group is not None
     if torch.compiler.is_compiling():
-        return _traced_wait(_traced_all_reduce(x.contiguous(), "sum", axis.group.group_name))
+        return _traced_wait(_traced_all_reduce(x.contiguous(), what, axis.group.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, axis, f"{name}/all_reduce")
+    all_reduce(total, axis, f"{name}/all_reduce", op=_OPERATIONS[what])
     return total
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}

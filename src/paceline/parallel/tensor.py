@@ -30,11 +30,13 @@ from paceline.models.feed_forward import FeedForward
 from paceline.models.transformer import Embedding, Head, Transformer
 from paceline.parallel.accumulate import place_of
 from paceline.parallel.collectives import Axis
-from paceline.parallel.linear import column_products, row_product
+from paceline.parallel.linear import Meeting, column_products, row_product
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.regions import gather_sequence, own_part, scatter_sum
 from paceline.parallel.shards import Shard
 from paceline.parallel.vocabulary import Rows, gather_logits, look_up, vocabulary_head_loss
+
+Sublayer = GroupedQueryAttention | LatentAttention | FeedForward
 
 _TOKENS = 0
 """The dim that a feed-forward is gathered along. It treats every token alike, so their order does not matter, and
@@ -59,11 +61,10 @@ def shard_tensors(stage: Transformer, mesh: ParallelMesh) -> dict[str, Shard]:
     shards = _cut_parameters(stage, axis, kv_run)
     for name, module in stage.named_modules():
         if isinstance(module, GroupedQueryAttention | LatentAttention):
-            _cut_sublayer(module, module.o_proj, axis, "tp/attention", dim=_SEQUENCE)
+            _cut_sublayer(module, module.o_proj, meeting_of(module, axis))
         elif isinstance(module, FeedForward):
-            is_shared = name.endswith(".shared")
-            label = "tp/shared_experts" if is_shared else "tp/feed_forward"
-            _cut_sublayer(module, module.down_proj, axis, label, dim=_TOKENS)
+            shared = "tp/shared_experts" if name.endswith(".shared") else ""
+            _cut_sublayer(module, module.down_proj, meeting_of(module, axis, shared))
     if stage.embed is not None and not cut_already:
         # an embedding that two stages of this rank share is changed once
         _cut_embedding(stage.embed, rows)
@@ -131,15 +132,16 @@ def _replicas(name: str, whole: torch.Size, config: ModelConfig, axis: Axis, kv_
 # ---- sublayers
 
 
-def _cut_sublayer(
-    sublayer: GroupedQueryAttention | LatentAttention | FeedForward,
-    out_proj: nn.Linear,
-    axis: Axis,
-    name: str,
-    *,
-    dim: int,
-) -> None:
-    """Its first products gather the input along ``dim``; its last one scatters its output, summed."""
+def meeting_of(sublayer: Sublayer, axis: Axis, name: str = "") -> Meeting:
+    """Where the ranks meet for its products, under ``name`` in place of the usual one."""
+    if isinstance(sublayer, FeedForward):
+        return Meeting(axis=axis, name=name or "tp/feed_forward", dim=_TOKENS)
+    return Meeting(axis=axis, name=name or "tp/attention", dim=_SEQUENCE)
+
+
+def _cut_sublayer(sublayer: Sublayer, out_proj: nn.Linear, meeting: Meeting) -> None:
+    """Its first products gather the input; its last one scatters its output, summed."""
+    axis, name, dim = meeting.axis, meeting.name, meeting.dim
 
     def project(x: Tensor) -> tuple[Tensor, ...]:
         projs = sublayer.in_projs
