@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from paceline.data.batch import Batch
 from paceline.errors import ConfigError
 from paceline.kernels.fp8 import fp8_linear_reference
 from paceline.models.transformer import Transformer
-from paceline.parallel import low_precision
+from paceline.parallel import apply, low_precision
 from paceline.parallel.apply import parallelize
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.low_precision import Fp8Options, Fp8Weights, JoinedLinears, refuse_without_fp8, use_fp8
@@ -438,8 +439,8 @@ def test_curves_follow_bf16_and_runs_repeat() -> None:
     assert worst < 0.06, (bf16, fp8)
 
 
-def _broken_step(rank: int, world_size: int, value: float) -> tuple[bool, bool, str]:
-    config = config_of(_job(*FP8))
+def _broken_step(rank: int, world_size: int, value: float, *sets: str) -> tuple[bool, bool, str]:
+    config = config_of(_job(*FP8, *sets))
     info = ProcessInfo(rank=0, local_rank=0, world_size=1, local_world_size=1)
     parts = build_parts(config, resolve({}).registry, info, CPU)
     parts.step.train()
@@ -454,11 +455,21 @@ def _broken_step(rank: int, world_size: int, value: float) -> tuple[bool, bool, 
     return bool(outcome.finite), kept, str(explain_nonfinite(1, 1, batches, parts.step, parts.mesh))
 
 
+def _broken_compiled_step(rank: int, world_size: int, value: float) -> tuple[bool, bool, str]:
+    usual = apply.compile_blocks
+    apply.compile_blocks = functools.partial(compile_blocks, backend="eager")  # type: ignore[assignment]
+    try:
+        return _broken_step(rank, world_size, value, "parallel.compile=true", "train.precision=bf16")
+    finally:
+        apply.compile_blocks = usual
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_step_that_is_not_finite_is_left_out_and_explained(value: float) -> None:
-    ((finite, kept, text),) = run(_broken_step, 1, value)
+@pytest.mark.parametrize("step", [_broken_step, _broken_compiled_step])
+def test_a_step_that_is_not_finite_is_left_out_and_explained(step: Any, value: float) -> None:
+    ((finite, kept, text),) = run(step, 1, value)
     assert not finite and kept
-    assert "blocks.1.feed_forward" in text
+    assert "the first output that is not finite is that of blocks.1.feed_forward.up_proj\n" in text
 
 
 def _curves(rank: int, world_size: int, jobs: list[Job]) -> list[list[float]]:

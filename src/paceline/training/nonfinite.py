@@ -128,21 +128,29 @@ class _Search:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        handles = []
+        handles, replaced = [], []
         for stage in self._stages:
             handles.append(stage.register_forward_pre_hook(self._before_stage, with_kwargs=True))
             handles.append(stage.register_forward_hook(self._after_stage))
             for name, module in stage.named_modules():
                 if name and not any(True for _ in module.children()):  # leaves: the first one is the culprit
                     handles.append(module.register_forward_hook(self._forward_hook(name)))
+                if "project" in vars(module):
+                    # products of fp8 or of tp: the layers themselves are not called
+                    replaced.append((module, module.project))
+                    module.project = self._watched_products(name, module)
             for name, parameter in stage.named_parameters():
                 if parameter.requires_grad:
                     handles.append(parameter.register_hook(self._gradient_hook(name)))
         try:
-            yield
+            # a compiled block would not see the hooks
+            with torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+            for module, project in replaced:
+                module.project = project
 
     def _before_stage(self, stage: nn.Module, args: object, kwargs: Mapping[str, Tensor | None]) -> None:
         hidden = kwargs.get("hidden")
@@ -168,6 +176,22 @@ class _Search:
                     self._forward = name
 
         return hook
+
+    def _watched_products(self, name: str, sublayer: nn.Module) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        products: Callable[[Tensor], tuple[Tensor, ...]] = sublayer.project  # type: ignore[assignment]
+        layers: Sequence[nn.Linear] = sublayer.in_projs  # type: ignore[assignment]
+        names = {layer: f"{name}.{leaf}" for leaf, layer in sublayer.named_children()}
+
+        def project(x: Tensor) -> tuple[Tensor, ...]:
+            outputs = products(x)
+            if not self._forward and not self._spoiled_forward:
+                spoiled = [layer for layer, out in zip(layers, outputs, strict=True) if not _is_finite(out)]
+                # in fp8 one scale serves all of them, and one layer's weights spoil every output
+                guilty = [layer for layer in spoiled if not _is_finite(layer.weight)]
+                self._forward = " and ".join(names[layer] for layer in guilty or spoiled)
+            return outputs
+
+        return project
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
