@@ -11,9 +11,9 @@ counts gradients.
 Experts that are computed by kernels of ours (`parallel.expert_kernels`) take part in the same way, with two places.
 
 What stays on the usual way: everything but matrices of plain linear layers and of such experts (norms, biases,
-embeddings, the head), weights that are tied, frozen, or multiplied by other code than their layer's own forward (fp8;
-but tensor parallelism's products know places), and any weight whose gradient somebody watches with a hook, as the
-search for non-finite gradients does.
+embeddings, the head), weights that are tied, frozen, or multiplied by other code than their layer's own forward (fp8,
+whose products cannot add; but tensor parallelism's know places), and any weight whose gradient somebody watches with a
+hook, as the search for non-finite gradients does.
 
 In a compiled block the place is an input of the graph, which the backward changes. Torch traces that as a copy and
 takes the copy out again (2.11 - 2.13; tests/parallel/test_accumulate.py sees that it does).
