@@ -3,9 +3,9 @@
     python bench/moe_products.py [--json docs/measured/moe_products.json] [--part layers kernels tiles] [--only qwen3]
 
 Needs one NVIDIA GPU. ``layers`` and ``kernels`` take two or three minutes with what Triton compiles, ``tiles`` about
-a minute and a half more for each model. Rows are written as they come; a second call with the same file goes on where the first one
-stopped. Medians of 10, in milliseconds; TFLOP/s of model FLOPs (backward counts twice the forward), and their share of
-what a bf16 product of 8192^3 sustains in the same run.
+a minute and a half more for each model. Rows are written as they come; a second call with the same file goes on where
+the first one stopped. Medians of 10, in milliseconds; TFLOP/s of model FLOPs (backward counts twice the forward), and
+their share of what a bf16 product of 8192^3 sustains in the same run.
 
     layers    forward, and forward and backward with weight gradients summed in fp32, over balanced and skewed routing:
                   plain            operations of torch, torch's grouped products, gradients written and then added

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.kernels import expert_rows
 from paceline.kernels import experts as experts_module
+from paceline.kernels.expert_fp8 import cast_matrices, cast_rows, cast_turned
 from paceline.kernels.expert_gemm import Rows, product, weight_product
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference, sorted_order
 from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, GradientSum, fused_experts
@@ -204,10 +205,10 @@ def test_operators_are_what_they_say() -> None:
     x, chosen, weights, kept, up, down, grad = plain
     ops, tests = torch.ops.paceline, ("test_schema", "test_faketensor")
     spelled = GROUPED.spelled()
-    arguments: tuple[Any, ...] = (x, chosen, weights, kept, up, down, "silu", spelled)
+    arguments: tuple[Any, ...] = (x, chosen, weights, kept, up, down, [], "silu", spelled)
     torch.library.opcheck(ops.experts_forward.default, arguments, test_utils=tests)
     _, hidden, *order = ops.experts_forward.default(*arguments)
-    arguments = (grad, weights, hidden, *order, up, down, "silu", spelled)
+    arguments = (grad, weights, hidden, *order, up, down, [], "silu", spelled)
     torch.library.opcheck(ops.experts_backward.default, arguments, test_utils=tests)
     _, _, grad_hidden, _, _ = ops.experts_backward.default(*arguments)
     arguments = (grad_hidden, x, *order, 3, False, True, spelled)
@@ -243,7 +244,8 @@ def test_sorted_order() -> None:
 # ---- Triton's kernels
 
 _TRITON = tuple(
-    f"paceline.kernels.{name}" for name in ("expert_order_triton", "expert_rows_triton", "expert_gemm_triton")
+    f"paceline.kernels.{name}"
+    for name in ("expert_order_triton", "expert_rows_triton", "expert_gemm_triton", "expert_fp8_triton")
 )
 
 
@@ -373,6 +375,104 @@ def test_sums_in_the_interpreter(interpreted: None) -> None:
     assert not sums.any()
 
 
+# ---- fp8
+
+
+def rounded(x: Tensor) -> Tensor:
+    """fp32: each row as e4m3 numbers with the largest power-of-two factor that fits."""
+    factor = torch.exp2(torch.floor(torch.log2(448.0 / x.double().abs().amax(-1, keepdim=True))))
+    factor = torch.where(factor.isinf(), 1.0, factor).float()
+    return (x.float() * factor).to(torch.float8_e4m3fn).float() / factor
+
+
+def in_fp8_row_by_row(inputs: Inputs) -> dict[str, Tensor]:
+    """Output and gradients of SwiGLU experts, one assignment after the other; every operand rounded where it is due."""
+    out, grad_x = torch.zeros_like(inputs.x, dtype=torch.float32), torch.zeros_like(inputs.x, dtype=torch.float32)
+    grads = {name: torch.zeros_like(getattr(inputs, name), dtype=torch.float32) for name in ("weights", "up", "down")}
+    x8, grad8 = rounded(inputs.x.detach()), rounded(inputs.grad)
+    for n, k in itertools.product(*map(range, inputs.experts.shape)):
+        if inputs.kept is not None and not inputs.kept[n, k]:
+            continue
+        e, weight = int(inputs.experts[n, k]), float(inputs.weights[n, k].detach())
+        up, down = inputs.up[e].detach().flatten(0, 1), inputs.down[e].detach()
+        hidden = (rounded(up) @ x8[n]).bfloat16().float().requires_grad_()
+        gate, other = hidden.chunk(2)
+        value = F.silu(gate) * other
+        act = (value * weight).bfloat16().detach()
+        out[n] += (rounded(down) @ rounded(act)).bfloat16().float()
+        grad_act = (rounded(down.T) @ grad8[n]).bfloat16().float()
+        (grad_hidden,) = torch.autograd.grad(value, hidden, grad_act * weight)
+        grad_hidden = grad_hidden.bfloat16()
+        grad_x[n] += (rounded(up.T) @ rounded(grad_hidden)).bfloat16().float()
+        grads["weights"][n, k] = (grad_act * value.detach()).sum()
+        grads["down"][e] += torch.outer(inputs.grad[n].float(), act.float())
+        grads["up"][e] += torch.outer(grad_hidden.float(), inputs.x[n].detach().float()).view_as(inputs.up[e])
+    return {"out": out, "x": grad_x, **grads}
+
+
+@pytest.mark.parametrize("name", ["odd", "drops", "one token"])
+def test_fp8_equals_row_by_row(name: str) -> None:
+    inputs = make(CASES[name], dtype=torch.bfloat16)
+    fp8 = cast_matrices(inputs.up, inputs.down)
+    found = gradients(inputs, fused_experts(*inputs[:6], function="silu", fp8=fp8))
+    compare(found, in_fp8_row_by_row(inputs), 4e-3)  # the last rounding to bf16
+
+
+def test_fp8_is_near_bf16_and_compiles() -> None:
+    torch._dynamo.reset()
+    inputs = make(CASES["odd"], dtype=torch.bfloat16)
+    fp8 = cast_matrices(inputs.up, inputs.down)
+
+    def layer(x: Tensor, weights: Tensor) -> Tensor:
+        return fused_experts(x, inputs.experts, weights, None, inputs.up, inputs.down, function="silu", fp8=fp8)
+
+    found = gradients(inputs, layer(inputs.x, inputs.weights))
+    compare(found, run_fused(inputs), 0.08)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    compare(gradients(inputs, compiled(inputs.x, inputs.weights)), found, 1e-6)
+
+
+def test_what_is_not_finite_stays_visible_in_fp8() -> None:
+    for bad in (float("inf"), float("nan")):
+        x = torch.ones(3, 32)
+        x[1, 4] = bad
+        wide = cast_rows(x).wide()
+        assert not wide[1].isfinite().any() or not wide[1, 4].isfinite()
+        assert torch.equal(wide[[0, 2]], x[[0, 2]])
+
+
+def test_fp8_products_in_the_interpreter(interpreted: None) -> None:
+    """Operands that have been cast before: the interpreter's cast to fp8 does not round as hardware does."""
+    from paceline.kernels import expert_fp8_triton, expert_gemm_triton
+
+    inputs = make(Case(19, 3, 2, "skewed"), width=32, hidden=16, dtype=torch.bfloat16)
+    order = expert_order_reference(inputs.experts, None, 3)
+    fp8 = cast_matrices(inputs.up, inputs.down)
+    x, grad = cast_rows(inputs.x.detach()), cast_rows(inputs.grad)
+    picked = Rows(x.values, order, 2, picked=True, scale=x.scale)
+    weights = inputs.weights.detach()
+    for tiles in (expert_gemm_triton.PRODUCT, expert_gemm_triton.PRODUCT._replace(descriptors=True)):
+        hidden = product(picked, fp8.up.mT, fp8.up_scale)
+        act = expert_rows.activate(hidden.unflatten(1, (2, -1)), weights, order, "silu")
+        found = expert_gemm_triton.product_with_activation(
+            picked, fp8.up.mT, weights, "silu", fp8.up_scale, gated=True, tiles=tiles
+        )
+        # the interpreter does not round to bf16 as hardware does either
+        compare({"hidden": found[0], "act": found[1]}, {"hidden": hidden, "act": act}, 2e-2)
+        rows = Rows(grad.values, order, 2, picked=True, scale=grad.scale)
+        expected = product(rows, fp8.down_turned.mT, fp8.down_turned_scale, fast=False)
+        found_one = expert_gemm_triton.product(rows, fp8.down_turned.mT, fp8.down_turned_scale, fast=False, tiles=tiles)
+        compare({"grad": found_one}, {"grad": expected}, 1e-2)
+    # numbers that fp8 has exactly
+    generator = torch.Generator().manual_seed(1)
+    exact = torch.ldexp(torch.randint(4, 8, (3, 24, 40), generator=generator) / 4, torch.tensor(-2)).bfloat16()
+    exact[:, :, 0] = 1.75
+    exact[:, 0] = 1.75
+    for cast, twin in ((expert_fp8_triton.cast_rows, cast_rows), (expert_fp8_triton.cast_turned, cast_turned)):
+        one, other = cast(exact), twin(exact)
+        assert torch.equal(one.wide(), other.wide()) and torch.equal(one.scale, other.scale)
+
+
 # ---- on a GPU
 
 SIZES = {
@@ -402,6 +502,27 @@ def test_on_a_gpu_in_bf16(name: str) -> None:
         found, again = (run_fused(inputs, kernels=kernels) for _ in "ab")
         compare(found, expected, 1e-2)
         assert all(torch.equal(found[part], again[part]) for part in found), kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [GROUPED, TRITON], ids=lambda kernels: kernels.spelled())
+def test_fp8_on_a_gpu(kernels: ExpertKernels) -> None:
+    """Casts bit for bit; products against the twin on a CPU."""
+    from paceline.kernels import expert_fp8_triton
+
+    inputs = make(Case(200, 8, 2, "skewed", drops=True), width=256, hidden=384, dtype=torch.bfloat16, device="cuda")
+    for x in (inputs.x, inputs.up, inputs.down):
+        for cast, twin in ((expert_fp8_triton.cast_rows, cast_rows), (expert_fp8_triton.cast_turned, cast_turned)):
+            if x.dim() == 3 or cast is expert_fp8_triton.cast_rows:
+                one, other = cast(x.detach()), twin(x.detach())
+                assert torch.equal(one.wide(), other.wide()) and torch.equal(one.scale, other.scale)
+    on_cpu = Inputs(*(None if v is None else v.detach().cpu().requires_grad_(v.requires_grad) for v in inputs))
+    results = []
+    for one in (inputs, on_cpu):
+        fp8 = cast_matrices(one.up, one.down)
+        out = fused_experts(*one[:6], function="silu", kernels=kernels, fp8=fp8)
+        results.append({name: value.cpu() for name, value in gradients(one, out).items()})
+    compare(results[0], results[1], 1e-2)
 
 
 @pytest.mark.gpu

@@ -52,6 +52,10 @@ class Tiles(NamedTuple):
 
 WITH_ACTIVATION = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
 PRODUCT = Tiles(rows=128, columns=256, depth=64, warps=8, stages=3)
+FP8_WITH_ACTIVATION = Tiles(rows=128, columns=128, depth=128, warps=8, stages=3)
+FP8_PRODUCT = Tiles(rows=128, columns=256, depth=128, warps=8, stages=3)
+# two accumulators: tiles of 128 x 256 would spill registers
+FP8_EXACT_PRODUCT = Tiles(rows=128, columns=128, depth=128, warps=8, stages=3)
 WEIGHT = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
 
 
@@ -60,6 +64,7 @@ def product_with_activation(
     matrix_EXH: Tensor,
     weights_NK: Tensor,
     function: ActivationFunction,
+    scale_EH: Tensor | None = None,
     *,
     gated: bool,
     tiles: Tiles | None = None,
@@ -69,13 +74,15 @@ def product_with_activation(
     A program has the same columns of gate and up, so that a tile has twice as many columns as ``tiles`` says.
     """
     A, H, F = rows.number, matrix_EXH.shape[2], matrix_EXH.shape[2] // (2 if gated else 1)
-    hidden_AH, act_AF = rows.values.new_empty(A, H), rows.values.new_empty(A, F)
+    dtype = rows.values.dtype if scale_EH is None else torch.bfloat16
+    hidden_AH, act_AF = rows.values.new_empty(A, H, dtype=dtype), rows.values.new_empty(A, F, dtype=dtype)
     _launch_rows(
         rows,
         matrix_EXH,
         F,
         hidden_AH,
-        tiles or WITH_ACTIVATION,
+        tiles or (WITH_ACTIVATION if scale_EH is None else FP8_WITH_ACTIVATION),
+        scale=scale_EH,
         act=act_AF,
         weights=weights_NK,
         function=function,
@@ -84,10 +91,15 @@ def product_with_activation(
     return hidden_AH, act_AF
 
 
-def product(rows: Rows, matrix_EXY: Tensor, *, tiles: Tiles | None = None) -> Tensor:
+def product(
+    rows: Rows, matrix_EXY: Tensor, scale_EY: Tensor | None = None, *, fast: bool = True, tiles: Tiles | None = None
+) -> Tensor:
     """See `expert_gemm.product`."""
-    out_AY = rows.values.new_empty(rows.number, matrix_EXY.shape[2])
-    _launch_rows(rows, matrix_EXY, matrix_EXY.shape[2], out_AY, tiles or PRODUCT)
+    dtype = rows.values.dtype if scale_EY is None else torch.bfloat16
+    out_AY = rows.values.new_empty(rows.number, matrix_EXY.shape[2], dtype=dtype)
+    if tiles is None:
+        tiles = PRODUCT if scale_EY is None else FP8_PRODUCT if fast else FP8_EXACT_PRODUCT
+    _launch_rows(rows, matrix_EXY, matrix_EXY.shape[2], out_AY, tiles, scale=scale_EY, fast=fast)
     return out_AY
 
 
@@ -98,6 +110,8 @@ def _launch_rows(
     out: Tensor,
     tiles: Tiles,
     *,
+    scale: Tensor | None = None,
+    fast: bool = True,
     act: Tensor | None = None,
     weights: Tensor | None = None,
     function: ActivationFunction = "silu",
@@ -126,6 +140,8 @@ def _launch_rows(
         out,
         out if act is None else act,
         rows.order.ends if weights is None else weights.contiguous(),
+        rows.order.ends if rows.scale is None else rows.scale.contiguous(),
+        rows.order.ends if scale is None else scale.contiguous(),
         X,
         columns,
         out.shape[1],
@@ -138,6 +154,8 @@ def _launch_rows(
         GATED=gated,
         EVEN_DEPTH=X % tiles.depth == 0,
         EVEN_COLUMNS=columns % tiles.columns == 0,
+        SCALED=scale is not None,
+        FAST=fast,
         DESCRIBED=described,
         DEEP=deep,
         **_blocks(tiles, E),
@@ -216,6 +234,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     out,
     act,
     weights,
+    row_scale,
+    column_scale,
     depth,
     columns,
     out_width,
@@ -230,6 +250,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     EVEN_COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+    FAST: tl.constexpr,
     DESCRIBED: tl.constexpr,
     DEEP: tl.constexpr,
     P: tl.constexpr,
@@ -306,11 +328,24 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
                     if GATED:
                         second_SQ = tl.load(matrix_SQ + gate_to_up, mask=there_SQ, other=0.0)
                 matrix_SQ += S * depth_stride
-            sum_PQ = tl.dot(x_PS, first_SQ, sum_PQ, input_precision="ieee")
-            if GATED:
-                up_PQ = tl.dot(x_PS, second_SQ, up_PQ, input_precision="ieee")
+            if SCALED and not FAST:
+                # what the tensor cores add up in their own accumulator is moved to fp32 every so many numbers
+                sum_PQ = tl.dot(x_PS, first_SQ, sum_PQ, max_num_imprecise_acc=S)
+                if GATED:
+                    up_PQ = tl.dot(x_PS, second_SQ, up_PQ, max_num_imprecise_acc=S)
+            else:
+                sum_PQ = tl.dot(x_PS, first_SQ, sum_PQ, input_precision="ieee")
+                if GATED:
+                    up_PQ = tl.dot(x_PS, second_SQ, up_PQ, input_precision="ieee")
 
         inside_PQ = inside_P[:, None] & (column_Q < columns)[None, :]
+        if SCALED:
+            scale_P = tl.load(row_scale + source_P)
+            scale_Q = column_scale + number * out_width + column_Q
+            there_Q = column_Q < columns
+            sum_PQ *= scale_P[:, None] * tl.load(scale_Q, mask=there_Q, other=0.0)[None, :]
+            if GATED:
+                up_PQ *= scale_P[:, None] * tl.load(scale_Q + columns, mask=there_Q, other=0.0)[None, :]
         rounded_PQ = sum_PQ.to(out.dtype.element_ty)
         to_PQ = row_P.to(tl.int64)[:, None] * out_width + column_Q[None, :]
         tl.store(out + to_PQ, rounded_PQ, mask=inside_PQ)

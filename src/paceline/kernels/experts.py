@@ -20,6 +20,7 @@ expert (2 if gated: gate, up).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, library
 
 from paceline.kernels import expert_gemm, expert_rows
+from paceline.kernels.expert_fp8 import Fp8Matrices, Fp8Rows, cast_rows
 from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference
 from paceline.kernels.expert_rows import ActivationFunction
@@ -85,6 +87,7 @@ def fused_experts(
     kernels: ExpertKernels = GROUPED,
     up_sum: GradientSum | None = None,
     down_sum: GradientSum | None = None,
+    fp8: Fp8Matrices | None = None,
 ) -> Tensor:
     """[N, C]: the weighted sum of what each token's experts say.
 
@@ -93,12 +96,13 @@ def fused_experts(
         weights_NK: at least fp32, with gradient.
         kept_NK: bool, False where an assignment was dropped.
         up_EMFC: the gate first, if there is one; laid out as in `nn.Linear`, like ``down_ECF``.
+        fp8: the matrices as they are, cast: products for outputs and for gradients of activations are in fp8. For bf16.
     """
     places: list[Tensor | None] = []
     for side in (up_sum, down_sum):
         places += [None, None] if side is None or not torch.is_grad_enabled() else [side.values, side.fresh]
     out: Tensor = _Experts.apply(
-        x_NC, experts_NK, weights_NK, kept_NK, up_EMFC, down_ECF, function, kernels.spelled(), *places
+        x_NC, experts_NK, weights_NK, kept_NK, up_EMFC, down_ECF, function, kernels.spelled(), *places, *(fp8 or ())
     )
     return out
 
@@ -115,12 +119,15 @@ class _Experts(torch.autograd.Function):
         down: Tensor,
         function: str,
         kernels: str,
-        *places: Tensor | None,
+        *others: Tensor | None,
     ) -> Tensor:
+        places, fp8 = others[:4], others[4:]
+        ahead, back = (list(fp8[:2] + fp8[4:6]), list(fp8[2:4] + fp8[6:8])) if fp8 else ([], [])
         out_NC, *kept = torch.ops.paceline.experts_forward.default(
-            x_NC, experts_NK, weights_NK, kept_NK, up, down, function, kernels
+            x_NC, experts_NK, weights_NK, kept_NK, up, down, ahead, function, kernels
         )
-        ctx.save_for_backward(x_NC, weights_NK, up, down, *kept, *places)
+        ctx.save_for_backward(x_NC, weights_NK, up, down, *kept, *places, *back)
+        ctx.number = len(others)
         ctx.function, ctx.kernels = function, kernels
         ctx.set_materialize_grads(False)
         return out_NC
@@ -129,10 +136,11 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_NC,) = grads
         if grad_NC is None:
-            return (None,) * 12
-        x_NC, weights_NK, up, down, hidden, *order, up_place, up_fresh, down_place, down_fresh = ctx.saved_tensors
+            return (None,) * (8 + ctx.number)
+        x_NC, weights_NK, up, down, hidden, *rest = ctx.saved_tensors
+        order, (up_place, up_fresh, down_place, down_fresh), fp8 = rest[:3], rest[3:7], rest[7:]
         grad_x, grad_weights, grad_hidden, act, grad_rows = torch.ops.paceline.experts_backward.default(
-            grad_NC, weights_NK, hidden, *order, up, down, ctx.function, ctx.kernels
+            grad_NC, weights_NK, hidden, *order, up, down, fp8, ctx.function, ctx.kernels
         )
         top_k = weights_NK.shape[1]
         picks = len(grad_rows) == 0
@@ -151,7 +159,7 @@ class _Experts(torch.autograd.Function):
                 made = torch.ops.paceline.experts_weight_gradient.default(*operands).view_as(weight)
             found.append(made)
         grad_down, grad_up = found
-        return grad_x, None, grad_weights, None, grad_up, grad_down, *(None,) * 6
+        return grad_x, None, grad_weights, None, grad_up, grad_down, None, None, *(None,) * ctx.number
 
 
 # ---- operators: compiled code looks into none of this
@@ -160,13 +168,13 @@ _PREFIX = "paceline::experts_"
 
 library.define(
     _PREFIX + "forward",
-    "(Tensor x, Tensor experts, Tensor weights, Tensor? kept, Tensor up, Tensor down, str function, str kernels)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor experts, Tensor weights, Tensor? kept, Tensor up, Tensor down, Tensor[] fp8,"
+    " str function, str kernels) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 library.define(
     _PREFIX + "backward",
     "(Tensor grad, Tensor weights, Tensor hidden, Tensor order, Tensor place, Tensor ends, Tensor up, Tensor down,"
-    " str function, str kernels) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor[] fp8, str function, str kernels) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _OPERANDS = (
     "Tensor grad, Tensor x, Tensor order, Tensor place, Tensor ends, int top_k, bool grad_picked, bool x_picked,"
@@ -186,24 +194,25 @@ def _forward(
     kept_NK: Tensor | None,
     up_EMFC: Tensor,
     down_ECF: Tensor,
+    fp8: list[Tensor],
     function: ActivationFunction,
     kernels: str,
 ) -> tuple[Tensor, ...]:
     """The output, the hidden numbers [A, M, F], and the order."""
     who, top_k = ExpertKernels.of(kernels), experts_NK.shape[1]
     steps, order = row_steps(who.rows, x_NC), expert_order(experts_NK, kept_NK, len(up_EMFC), who.rows)
-    rows = Rows(x_NC, order, top_k, picked=True, spread=steps.spread)
-    up_ECH = up_EMFC.flatten(1, 2).transpose(1, 2)
-    gated = up_EMFC.shape[1] == 2
+    rows = _operand(x_NC, order, bool(fp8), top_k=top_k, picked=True, spread=steps.spread)
+    up, down = ((fp8[0].mT, fp8[1]), (fp8[2].mT, fp8[3])) if fp8 else ((up_EMFC.flatten(1, 2).mT,), (down_ECF.mT,))
     products = _products(who.forward, x_NC)
     if products is expert_gemm:
-        hidden_AMF = products.product(rows, up_ECH).unflatten(1, up_EMFC.shape[1:3])
+        hidden_AMF = products.product(rows, *up).unflatten(1, up_EMFC.shape[1:3])
         act_AF = steps.activate(hidden_AMF, weights_NK, order, function)
     else:
-        hidden_AH, act_AF = products.product_with_activation(rows, up_ECH, weights_NK, function, gated=gated)
+        gated = up_EMFC.shape[1] == 2
+        hidden_AH, act_AF = products.product_with_activation(rows, up[0], weights_NK, function, *up[1:], gated=gated)
         hidden_AMF = hidden_AH.unflatten(1, up_EMFC.shape[1:3])
     del rows
-    out_AC = products.product(Rows(act_AF, order), down_ECF.transpose(1, 2))
+    out_AC = products.product(_operand(act_AF, order, bool(fp8)), *down)
     return steps.combine(out_AC, order, top_k), hidden_AMF, *order
 
 
@@ -215,6 +224,7 @@ def _forward_fake(
     kept_NK: Tensor | None,
     up_EMFC: Tensor,
     down_ECF: Tensor,
+    fp8: list[Tensor],
     function: str,
     kernels: str,
 ) -> tuple[Tensor, ...]:
@@ -235,6 +245,7 @@ def _backward(
     ends_E: Tensor,
     up_EMFC: Tensor,
     down_ECF: Tensor,
+    fp8: list[Tensor],
     function: ActivationFunction,
     kernels: str,
 ) -> tuple[Tensor, ...]:
@@ -243,15 +254,19 @@ def _backward(
     who, top_k = ExpertKernels.of(kernels), weights_NK.shape[1]
     steps, order = row_steps(who.rows, grad_NC), ExpertOrder(order_A, place_A, ends_E)
     products = _products(who.input_gradient, grad_NC)
-    grad = Rows(grad_NC.contiguous(), order, top_k, picked=True, spread=steps.spread)
-    grad_act_AF = products.product(grad, down_ECF)
-    # torch's product for the weights would write it out once more
-    grad_rows = grad_NC.new_empty(0, grad_NC.shape[1]) if _ours(who.weight_gradient, grad_NC) else grad.dense()
+    up, down = ((fp8[0].mT, fp8[1]), (fp8[2].mT, fp8[3])) if fp8 else ((up_EMFC.flatten(1, 2),), (down_ECF,))
+    picked: dict[str, Any] = {"top_k": top_k, "picked": True, "spread": steps.spread}
+    grad = _operand(grad_NC.contiguous(), order, bool(fp8), **picked)
+    grad_act_AF = products.product(grad, *down, fast=False)
+    grad_rows = grad_NC.new_empty(0, grad_NC.shape[1])
+    if not _ours(who.weight_gradient, grad_NC):
+        # torch's product for the weights would write it out once more
+        grad_rows = (Rows(grad_NC.contiguous(), order, **picked) if fp8 else grad).dense()
     del grad
     grad_hidden, act_AF, grad_weights = steps.activate_backward(hidden_AMF, grad_act_AF, weights_NK, order, function)
     del grad_act_AF
     grad_hidden_AH = grad_hidden.flatten(1)
-    grad_x_AC = products.product(Rows(grad_hidden_AH, order), up_EMFC.flatten(1, 2))
+    grad_x_AC = products.product(_operand(grad_hidden_AH, order, bool(fp8)), *up, fast=False)
     return steps.combine(grad_x_AC, order, top_k), grad_weights, grad_hidden_AH, act_AF, grad_rows
 
 
@@ -265,6 +280,7 @@ def _backward_fake(
     ends_E: Tensor,
     up_EMFC: Tensor,
     down_ECF: Tensor,
+    fp8: list[Tensor],
     function: str,
     kernels: str,
 ) -> tuple[Tensor, ...]:
@@ -391,6 +407,19 @@ def expert_order(
     from paceline.kernels.expert_order_triton import expert_order_triton
 
     return expert_order_triton(experts_NK, kept_NK, num_experts)
+
+
+def _operand(values: Tensor, order: ExpertOrder, fp8: bool, **options: Any) -> Rows:
+    """Rows of a product, cast if it is in fp8."""
+    if not fp8:
+        return Rows(values, order, **options)
+    cast: Callable[[Tensor], Fp8Rows] = cast_rows
+    if _ours("triton", values):
+        from paceline.kernels import expert_fp8_triton
+
+        cast = expert_fp8_triton.cast_rows
+    rows = cast(values)
+    return Rows(rows.values, order, scale=rows.scale, **options)
 
 
 def _products(provider: Provider, x: Tensor) -> Any:
