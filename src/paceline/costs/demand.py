@@ -50,6 +50,12 @@ class Demand:
     gemm_forward: Number
     """Of a layer and micro-batch, seconds at best; as all that follows."""
     gemm_backward: Number
+    expert_gemm_forward: Number
+    """Grouped products of experts, not in `gemm_forward`."""
+    expert_gemm_backward: Number
+    expert_memory_forward: Number
+    """Permutations and activations of routed rows, not in `memory_forward`."""
+    expert_memory_backward: Number
     attention_forward: Number
     attention_backward: Number
     memory_forward: Number
@@ -66,6 +72,8 @@ class Demand:
     memory_again: Number
     communication_again: Number
     """Share of a forward's communication that is done again."""
+    hopper: Number
+    """1: Hopper or later, for which attention kernels of Ampere are slow."""
     launches: Number
     """Operators of a layer relative to those of a dense one."""
 
@@ -75,10 +83,14 @@ class Demand:
     """... over the network, ..."""
     tp_calls: Number
     """... and collectives."""
+    tp_async: Number
+    """1: cut up and overlapped."""
     tp_crowd: Number
     """Collectives times ranks of the group, where a pipeline's sends to other nodes go on beside them."""
     tp_wide: Number
     """Collectives times (nodes of the group - 1)."""
+    tp_far: Number
+    """Nodes of the group beyond the second."""
     cp_fast: Number
     """Ring: hides behind attention."""
     cp_node: Number
@@ -89,8 +101,6 @@ class Demand:
     head_gemm: Number
     """Forward and backward, a micro-batch."""
     head_memory: Number
-    head_whole: Number
-    """1: the vocabulary is not cut."""
     pp_fast: Number
     """One send."""
     pp_node: Number
@@ -173,6 +183,10 @@ class _Layer:
 
     gemm_forward: float = 0.0
     gemm_backward: float = 0.0
+    expert_gemm_forward: float = 0.0
+    expert_gemm_backward: float = 0.0
+    expert_elements_forward: float = 0.0
+    expert_elements_backward: float = 0.0
     mlp_gemm_forward: float = 0.0
     attention_forward: float = 0.0
     elements_forward: float = 0.0
@@ -200,7 +214,7 @@ def _rates(work: Workload, cluster: Cluster) -> _Rates:
     if work.precision in ("fp8", "mxfp8") and gpu.fp8:
         linear = gpu.fp8 * gpu.fp8_matmul_share
     elif work.precision == "nvfp4" and gpu.fp4:
-        linear = gpu.fp4 * gpu.fp8_matmul_share
+        linear = 0.85 * gpu.fp4 * gpu.fp8_matmul_share
     elif work.precision == "fp32":
         linear = bf16 = (gpu.tf32 or gpu.fp32 or bf16 / 8) * gpu.matmul_share
     return _Rates(linear=linear, bf16=bf16, hbm=gpu.memory_tb_per_s, multiprocessors=gpu.multiprocessors)
@@ -254,7 +268,7 @@ def _scores(layer: _Layer, work: Workload, spec: AttentionSpec, tokens: float, r
     flops = score_flops(spec, work.seq_len, "full" if whole else "causal") * tokens / work.tp
     # short sequences and narrow heads fill a fused kernel badly: 374, 460, 522 and 547 TFLOP/s at 2k, 4k, 8k and 32k
     length = 1.0 if whole else 1.0 + 900.0 / work.seq_len
-    width = 1.0 if whole or spec.v_head_dim >= 96 else 1.25
+    width = 1.0 if whole or spec.v_head_dim >= 96 else 1.15
     layer.attention_forward += flops * length * width / (rates.bf16 * 1e12)
     if whole:
         layer.score_elements += tokens * work.seq_len * spec.num_heads / work.tp
@@ -277,14 +291,13 @@ def _experts(layer: _Layer, work: Workload, spec: MoESpec, tokens: float, rates:
     expert = spec.expert
     one = _Layer()
     _mlp(one, expert, rows / here, work.etp, rates)
-    layer.gemm_forward += here * one.gemm_forward
-    layer.gemm_backward += here * one.gemm_backward
-    layer.mlp_gemm_forward += here * one.mlp_gemm_forward
+    layer.expert_gemm_forward += here * one.gemm_forward
+    layer.expert_gemm_backward += here * one.gemm_backward
     layer.cast_elements += here * one.cast_elements
     layer.activation_elements += here * one.activation_elements
     moved = 8 * rows * spec.hidden_size  # permute, send, receive, and back with the weighted sum
-    layer.elements_forward += here * one.elements_forward + moved
-    layer.elements_backward += here * one.elements_backward + moved
+    layer.expert_elements_forward += here * one.elements_forward + moved
+    layer.expert_elements_backward += here * one.elements_backward + moved
     layer.launches += 1.5
     _linear(layer, tokens / work.tp, spec.hidden_size, spec.num_experts, rates)
     if spec.shared is not None:
@@ -309,9 +322,14 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         for field in fields(_Layer):
             setattr(total, field.name, getattr(total, field.name) + getattr(found, field.name) * count / layers)
     byte = 2e-12 / rates.hbm
+    data_parallel = _data_parallel(work, cluster, layers_by_rank)
     again = _recomputed(work, total)
     backward_scale = 2.5 if work.fused_attention else 2.0
-    fp8 = work.precision in ("fp8", "mxfp8", "nvfp4")
+    wanted = 0.5 if work.frozen_weights else 1.0  # of the backward's products
+    trained = 0.01 if work.frozen_weights else 1.0
+    # blocks of 32 or 16 elements are scaled along both dimensions: two casts where a tensor's scale needs one
+    casts = {"fp8": 1.0, "mxfp8": 2.0, "nvfp4": 2.0}.get(work.precision, 0.0)
+    casts *= 3.0 if work.fp8_rowwise else 1.0
     return Demand(
         micro_batches=work.micro_batches(cluster.gpus),
         pipeline=work.pp,
@@ -320,34 +338,43 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         layers_inside=max(layers_by_rank[:-1], default=0.0),
         layers_last=layers_by_rank[-1],
         gemm_forward=total.gemm_forward,
-        gemm_backward=total.gemm_backward,
+        gemm_backward=wanted * total.gemm_backward,
+        expert_gemm_forward=total.expert_gemm_forward,
+        expert_gemm_backward=wanted * total.expert_gemm_backward,
+        expert_memory_forward=total.expert_elements_forward * byte,
+        expert_memory_backward=total.expert_elements_backward * byte,
         attention_forward=total.attention_forward,
         attention_backward=backward_scale * total.attention_forward,
         memory_forward=total.elements_forward * byte,
         memory_backward=total.elements_backward * byte,
         scores_forward=6.5 * total.score_elements * byte,
         scores_backward=7.0 * total.score_elements * byte,
-        cast_forward=2.0 * total.cast_elements * byte * fp8,
-        cast_backward=2.0 * total.cast_elements * byte * fp8,
+        cast_forward=2.0 * total.cast_elements * byte * casts,
+        cast_backward=2.0 * total.cast_elements * byte * casts,
         gemm_again=again[0],
         attention_again=again[1],
         memory_again=again[2] * byte,
         communication_again=again[3],
+        hopper=float(cluster.gpu.fp8 is not None),
         launches=total.launches,
         **_tensor_parallel(work, cluster, tokens),
         **_context_parallel(work, cluster, tokens),
         **_expert_parallel(work, cluster, tokens, layers),
         **_head(work, tokens, rates),
         **_pipeline(work, cluster, tokens),
-        **_data_parallel(work, cluster, layers_by_rank),
+        **{name: value * (trained if name in _OF_WEIGHTS else 1.0) for name, value in data_parallel.items()},
         nodes=cluster.nodes,
     )
+
+
+_OF_WEIGHTS = ("grads_fast", "grads_node", "optimizer_bytes", "accumulate")
 
 
 def _recomputed(work: Workload, layer: _Layer) -> tuple[float, float, float, float]:
     """Seconds of products and of attention, elements, and share of the forward's communication."""
     if work.recompute == "full":
-        return layer.gemm_forward, layer.attention_forward, layer.elements_forward + 6.5 * layer.score_elements, 1.0
+        elements = layer.elements_forward + layer.expert_elements_forward + 6.5 * layer.score_elements
+        return layer.gemm_forward + layer.expert_gemm_forward, layer.attention_forward, elements, 1.0
     if work.recompute == "none":
         return 0.0, 0.0, 0.0, 0.0
     modules = set(work.recompute_modules)
@@ -355,7 +382,7 @@ def _recomputed(work: Workload, layer: _Layer) -> tuple[float, float, float, flo
         if not work.fused_attention:  # Megatron's selective: attention's core
             return 0.0, layer.attention_forward, 6.5 * layer.score_elements, 0.0
         return 0.0, 0.0, layer.elements_forward, 0.0
-    gemm = layer.mlp_gemm_forward if modules & {"mlp", "moe"} else 0.0
+    gemm = layer.mlp_gemm_forward + layer.expert_gemm_forward if modules & {"mlp", "moe"} else 0.0
     elements = layer.activation_elements if modules & {"mlp", "moe", "moe_act"} else 0.0
     elements += layer.elements_forward - layer.activation_elements if "layernorm" in modules else 0.0
     attention = layer.attention_forward if "core_attn" in modules else 0.0
@@ -369,13 +396,15 @@ def _tensor_parallel(work: Workload, cluster: Cluster, tokens: float) -> dict[st
     layers = work.model.num_layers + work.model.mtp_layers
     dense = 1.0 - 0.5 * moe / layers if work.etp == 1 else 1.0  # experts then need no gather
     wire = ramped(2 * group.share * 2.0 * tokens * work.model.hidden_size)
-    times = 2 * dense
+    times = 2.0 * dense
     return {
         "tp_fast": times * wire * group.fast_wire,
         "tp_node": times * wire * group.node_wire,
         "tp_calls": times * (work.tp > 1),
+        "tp_async": float(work.async_tp),
         "tp_crowd": times * work.tp * float(work.tp > 1 and work.pp > 1 and not _stages_in_one_domain(work, cluster)),
         "tp_wide": times * (work.tp / group.inside - 1) if work.tp > 1 else 0.0,
+        "tp_far": max(0.0, work.tp / group.inside - 2),
     }
 
 
@@ -385,7 +414,7 @@ def _context_parallel(work: Workload, cluster: Cluster, tokens: float) -> dict[s
         return {"cp_fast": 0.0, "cp_node": 0.0}
     group = Group.of(cluster, work.cp, work.tp)
     block = block_groups(work.model)[0][0].attention
-    width = block.num_kv_heads * (block.qk_head_dim + block.v_head_dim)
+    width: float = block.num_kv_heads * (block.qk_head_dim + block.v_head_dim)
     if work.cp_method == "ulysses":
         width = (2 * block.num_heads + 2 * block.num_kv_heads) * block.qk_head_dim / work.cp
     wire = ramped(2.0 * tokens * (work.cp - 1) * width / work.tp)
@@ -421,7 +450,6 @@ def _head(work: Workload, tokens: float, rates: _Rates) -> dict[str, float]:
     per_logit = 8.0 if work.chunked_loss else 24.0
     return {
         "head_gemm": depth * (forward + backward),
-        "head_whole": float(work.tp == 1),
         "head_memory": depth * per_logit * tokens * vocab * 1e-12 / rates.hbm,
     }
 

@@ -161,6 +161,9 @@ def linear_bytes(
     scores = 0.0
     if not work.fused_attention and work.recompute != "selective":
         scores = 5.0 * tokens * work.seq_len * _widths(work.model)[3] / work.tp * full
+    if profile.keeps_eight_bits and work.precision in ("fp8", "mxfp8", "nvfp4"):
+        # inputs of linears: a norm's output of its two tensors, one of five widths of heads, the product of three
+        hidden, heads, ffn_bytes = 0.75 * hidden, 0.9 * heads, ffn_bytes * 5 / 6
     logits = tokens * work.model.vocab_size / work.tp * last
     if work.chunked_loss:
         logits *= min(1.0, work.loss_chunk_tokens / tokens)
@@ -186,7 +189,7 @@ def _states(work: Workload, held: _Parameters, profile: Profile) -> tuple[float,
         return 4.0 * held.shard, 4.0 * held.shard, moments * held.shard, gathered
     gradient = 2.0 if work.accumulate_bf16 else profile.gradient_bytes
     gradients = gradient * (held.shard if work.zero == 2 else held.here)
-    if gradient < 4.0 and work.zero < 2:
+    if work.accumulate_bf16 and work.zero < 2:
         gradients += 4.0 * held.shard
     masters = 4.0 if width < 4 else 0.0
     weights = width * held.here * (2.0 if work.fp8_weight_cache else 1.0)

@@ -41,6 +41,7 @@ class Hardware:
     """Of the bf16 peak, reached by the best large matrix product (MAMF of stas00/ml-engineering; 0.8 where it has
     none)."""
     fp8_matmul_share: float = 0.72
+    """Of the fp8 peak; of the fp4 peak where there is one, 0.85 of this (no measured figure; scales of 16 elements)."""
     patterns: tuple[str, ...]
     """Regular expressions for the whole name as CUDA or ROCm reports it. MIG slices, laptop parts and other boards of
     the same chip must not match: they have other peaks."""

@@ -28,10 +28,14 @@ class Profile:
     # ---- time: shares of what `costs/demand.py` calls best
     gemm_efficiency: Number = 0.88
     """Of the best large matrix product: clocks under load, cuBLAS's choices, gaps between kernels."""
-    whole_head_efficiency: Number = 1.0
-    """Of the other products' efficiency, in head and embedding where the vocabulary is not cut over tp."""
     attention_efficiency: Number = 0.70
     """Of the best large matrix product, at long sequences."""
+    hopper_attention: Number = 1.0
+    """Of that, on Hopper and later: 0.6 or so for kernels written for Ampere."""
+    expert_gemm_efficiency: Number = 0.7
+    """Of the best, in grouped products of experts."""
+    expert_hbm_efficiency: Number = 0.5
+    """Of HBM's rate, in permutations and activations of routed rows."""
     hbm_efficiency: Number = 0.75
     """Of HBM's rate over the passes counted; below 0.5 where operators are not fused and make more passes."""
     score_efficiency: Number = 0.75
@@ -52,6 +56,8 @@ class Profile:
     """A collective of tensor or expert parallelism at size zero."""
     wide_call_us: Number = 30.0
     """The same, more for each further node that a group of tensor parallelism lies on."""
+    far_loss: Number = 0.0
+    """By how much the network's part of it, and crowding, grow for each node beyond the second: rings get longer."""
     call_launch_us: Number = 20.0
     """Of the host, for such a collective."""
     crowded_call_us: Number = 0.0
@@ -76,6 +82,8 @@ class Profile:
     """Share of a forward pass behind which updated (or sharded) parameters can be gathered."""
     tensor_overlap: Number = 0.0
     """Share of tensor-parallel communication that hides behind products."""
+    async_tensor_overlap: Number = 0.6
+    """The same, where products are cut up for it (asynchronous tensor parallelism)."""
     expert_overlap: Number = 0.0
     """Share of the experts' all-to-all that hides."""
     ring_overlap: Number = 0.9
@@ -88,6 +96,8 @@ class Profile:
     # ---- memory
     gradient_bytes: float = 4.0
     """Of a gradient as it is kept over a step."""
+    keeps_eight_bits: bool = False
+    """In fp8 and fp4 the inputs of linears are kept in 8 bits (Transformer Engine)."""
     shards_parameters: bool = False
     """Zero 2 is FSDP's: parameters are sharded too, and stay gathered over a step."""
     states: Number = 1.0
@@ -114,11 +124,51 @@ class Profile:
     """Whose memory published tables print: the most loaded rank's, or the first's."""
 
 
-PACELINE = Profile(name="paceline", title="Paceline", cut="cost")
-MEGATRON = Profile(name="megatron", title="Megatron-LM")
+PACELINE = Profile(
+    name="paceline",
+    title="Paceline",
+    cut="cost",
+    gemm_efficiency=0.93,
+    attention_efficiency=0.61,
+    hbm_efficiency=0.65,
+    optimizer_efficiency=0.65,
+    launch_us=150.0,
+    micro_batch_ms=1.0,
+    step_ms=15.0,
+    gradient_overlap=0.85,
+    parameter_overlap=0.85,
+    shards_parameters=True,
+    framework_gib=0.0,
+    logit_bytes=10.0,
+)
+MEGATRON = Profile(
+    name="megatron",
+    title="Megatron-LM",
+    gemm_efficiency=0.93,
+    attention_efficiency=0.60,
+    hbm_efficiency=0.75,
+    launch_us=150.0,
+    gradient_overlap=0.85,
+    parameter_overlap=0.85,
+    tensor_overlap=0.3,
+    kept_hidden=5.0,
+    keeps_eight_bits=True,
+)
 VTRAIN = Profile(
     name="megatron_deepspeed",
     title="Megatron-DeepSpeed of 2022 (vTrain)",
+    gemm_efficiency=1.0,
+    attention_efficiency=0.9,
+    hbm_efficiency=0.9,
+    score_efficiency=0.5,
+    launch_us=1000.0,
+    call_us=60.0,
+    call_launch_us=20.0,
+    nvlink_efficiency=0.9,
+    network_efficiency=0.9,
+    micro_batch_ms=1.0,
+    step_ms=1.0,
+    step_latency_ms=0.1,
     gradient_overlap=0.0,
     parameter_overlap=0.0,
 )
@@ -126,15 +176,94 @@ NANOTRON = Profile(
     name="nanotron",
     title="nanotron",
     cut="greedy",
-    reduces_whole=True,
+    gemm_efficiency=0.75,
+    attention_efficiency=0.32,
+    hbm_efficiency=0.8,
+    launch_us=1600.0,
+    call_us=10.0,
+    wide_call_us=1000.0,
+    call_launch_us=150.0,
+    crowded_call_us=400.0,
+    nvlink_efficiency=0.8,
+    network_efficiency=0.5,
+    send_us=10.0,
+    micro_batch_ms=0.1,
+    step_ms=1.0,
+    step_latency_ms=10.0,
+    gradient_overlap=0.4,
     parameter_overlap=0.0,
-    hbm_efficiency=0.35,
-    launch_us=1500.0,
+    reduces_whole=True,
+    gradient_bytes=6.0,
+    kept_heads=2.0,
+    kept_ffn=4.0,
+    reported="first",
 )
-LLM_FOUNDRY = Profile(name="llm_foundry", title="llm-foundry (FSDP)")
-TORCHTITAN = Profile(name="torchtitan", title="torchtitan (FSDP2)")
-MEGATRON_2021 = Profile(name="megatron_2021", title="Megatron-LM of 2021", gradient_overlap=0.0)
-BRIDGE = Profile(name="megatron_bridge", title="Megatron Bridge, NeMo")
+LLM_FOUNDRY = Profile(
+    name="llm_foundry",
+    title="llm-foundry (FSDP)",
+    gemm_efficiency=0.85,
+    attention_efficiency=0.42,
+    hopper_attention=0.5,
+    hbm_efficiency=0.9,
+    nvlink_efficiency=0.5,
+    network_efficiency=0.4,
+    micro_batch_ms=1.5,
+    step_ms=5.0,
+    step_latency_ms=5.0,
+    gradient_overlap=0.8,
+    parameter_overlap=0.9,
+)
+TORCHTITAN = Profile(
+    name="torchtitan",
+    title="torchtitan (FSDP2)",
+    gemm_efficiency=0.9,
+    attention_efficiency=0.6,
+    hopper_attention=0.8,
+    hbm_efficiency=0.4,
+    nvlink_efficiency=0.9,
+    gradient_overlap=0.7,
+    parameter_overlap=0.7,
+    kept_hidden=2.7,
+    kept_heads=0.7,
+    kept_ffn=1.5,
+    logit_bytes=8.0,
+)
+MEGATRON_2021 = Profile(
+    name="megatron_2021",
+    title="Megatron-LM of 2021",
+    gemm_efficiency=1.0,
+    attention_efficiency=0.8,
+    hbm_efficiency=0.7,
+    score_efficiency=0.6,
+    launch_us=300.0,
+    network_efficiency=0.3,
+    send_exposed=0.3,
+    gradient_overlap=0.0,
+    parameter_overlap=0.7,
+)
+BRIDGE = Profile(
+    name="megatron_bridge",
+    title="Megatron Bridge, NeMo",
+    gemm_efficiency=1.0,
+    attention_efficiency=0.5,
+    hbm_efficiency=0.8,
+    cast_efficiency=0.8,
+    expert_gemm_efficiency=0.5,
+    expert_hbm_efficiency=0.5,
+    launch_us=100.0,
+    call_us=15.0,
+    send_us=20.0,
+    nvlink_efficiency=0.8,
+    network_efficiency=0.7,
+    gradient_overlap=0.8,
+    parameter_overlap=0.8,
+    tensor_overlap=0.3,
+    expert_overlap=0.3,
+    send_exposed=0.3,
+    step_ms=10.0,
+    gradient_bytes=2.0,
+    keeps_eight_bits=True,
+)
 
 PROFILES: tuple[Profile, ...] = (
     PACELINE,

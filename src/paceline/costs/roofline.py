@@ -17,7 +17,7 @@ from functools import lru_cache
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))
 """Rows, columns, rate relative to the best."""
 _SPLITS = (1, 2, 4, 8)
-_FIXED_INNER = 192
+_FIXED_INNER = 280
 """Prologue and epilogue of a tile, in steps of the inner dimension: filling the pipeline, and writing the result."""
 
 

@@ -43,36 +43,43 @@ class _Pass:
         return self.device + self.launch
 
 
+def _where(condition: Number, yes: Number, no: Number) -> Number:
+    """`numpy.where` whose result counts as a number."""
+    return np.where(condition, yes, no)
+
+
 def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
-    tp_once = d.tp_fast / p.nvlink_efficiency + d.tp_node / p.network_efficiency
+    far = 1.0 + p.far_loss * d.tp_far
+    tp_once = d.tp_fast / p.nvlink_efficiency + far * d.tp_node / p.network_efficiency
     tp_once = tp_once + (d.tp_calls * p.call_us + d.tp_wide * p.wide_call_us) * 1e-6
-    tp_once = tp_once * (1 - p.tensor_overlap)
+    tp_once = tp_once * (1 - _where(d.tp_async > 0, p.async_tensor_overlap, p.tensor_overlap))
     ep_once = d.ep_fast / p.nvlink_efficiency + d.ep_node / p.network_efficiency + d.ep_calls * p.call_us * 1e-6
     ep_once = ep_once * (1 - p.expert_overlap)
     cp_once = d.cp_fast / p.nvlink_efficiency + d.cp_node / p.network_efficiency
     host = d.launches * p.launch_us * 1e-6 + (d.tp_calls + d.ep_calls) * p.call_launch_us * 1e-6
-    host = host + d.tp_crowd * p.crowded_call_us * 1e-6
-    attention = d.attention_forward / p.attention_efficiency
+    host = host + far * d.tp_crowd * p.crowded_call_us * 1e-6
+    kernel = p.attention_efficiency * _where(d.hopper > 0, p.hopper_attention, 1.0)
+    attention = d.attention_forward / kernel
     forward = _pass(
-        gemm=d.gemm_forward / p.gemm_efficiency,
+        gemm=d.gemm_forward / p.gemm_efficiency + d.expert_gemm_forward / p.expert_gemm_efficiency,
         attention=attention + d.scores_forward / p.score_efficiency,
-        memory=d.memory_forward / p.hbm_efficiency + d.cast_forward / p.cast_efficiency,
+        memory=d.memory_forward / p.hbm_efficiency
+        + d.expert_memory_forward / p.expert_hbm_efficiency
+        + d.cast_forward / p.cast_efficiency,
         again=0.0 * attention,
         tp=tp_once,
         cp=np.maximum(cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once,
         host=host,
     )
-    again = (
-        d.gemm_again / p.gemm_efficiency
-        + d.attention_again / p.attention_efficiency
-        + d.memory_again / p.hbm_efficiency
-    )
-    attention = d.attention_backward / p.attention_efficiency
+    again = d.gemm_again / p.gemm_efficiency + d.attention_again / kernel + d.memory_again / p.hbm_efficiency
+    attention = d.attention_backward / kernel
     backward = _pass(
-        gemm=d.gemm_backward / p.gemm_efficiency,
+        gemm=d.gemm_backward / p.gemm_efficiency + d.expert_gemm_backward / p.expert_gemm_efficiency,
         attention=attention + d.scores_backward / p.score_efficiency,
-        memory=d.memory_backward / p.hbm_efficiency + d.cast_backward / p.cast_efficiency,
+        memory=d.memory_backward / p.hbm_efficiency
+        + d.expert_memory_backward / p.expert_hbm_efficiency
+        + d.cast_backward / p.cast_efficiency,
         again=again,
         tp=tp_once * (1 + d.communication_again),
         cp=np.maximum(2 * cp_once - p.ring_overlap * attention, 0.1 * cp_once),
@@ -93,14 +100,13 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
     m = d.micro_batches
     layer = forward.total + backward.total
     # accumulation of gradients is a stage's, not a layer's
-    head_efficiency = p.gemm_efficiency * np.where(d.head_whole > 0, p.whole_head_efficiency, 1.0)
-    head_gemm, head_memory = d.head_gemm / head_efficiency, d.head_memory / p.hbm_efficiency
+    head_gemm, head_memory = d.head_gemm / p.gemm_efficiency, d.head_memory / p.hbm_efficiency
     rest = p.micro_batch_ms * 1e-3 + d.accumulate / p.hbm_efficiency * (m > 1)
     inside = d.layers_inside * layer + rest
     last = d.layers_last * layer + head_gemm + head_memory + rest
     last_is_worst = last >= inside
-    worst = np.where(last_is_worst, last, inside)
-    at = np.where(last_is_worst, d.layers_last, d.layers_inside)
+    worst = _where(last_is_worst, last, inside)
+    at = _where(last_is_worst, d.layers_last, d.layers_inside)
     everything = d.layers * layer + head_gemm + head_memory + d.pipeline * rest
     send = d.pp_fast / p.nvlink_efficiency + d.pp_node / p.network_efficiency + p.send_us * 1e-6
     piped = d.pipeline > 1
@@ -109,15 +115,15 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
     # what the last backward and the next forward can hide
     stage_forward, stage_backward = at * forward.total, at * backward.total
     reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / p.network_efficiency
-    reduce = reduce * np.where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
+    reduce = reduce * _where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
     gather = d.params_fast / p.nvlink_efficiency + d.params_node / p.network_efficiency
     once = _exposed(reduce, p.gradient_overlap * stage_backward) + _exposed(gather, p.parameter_overlap * stage_forward)
     always = m * (
         _exposed(gather + reduce, p.gradient_overlap * stage_backward)
         + _exposed(gather, p.parameter_overlap * stage_forward)
     )
-    dp = np.where(d.sharded > 0, always, once)
-    loss = np.where(last_is_worst, 1.0, 0.0)
+    dp = _where(d.sharded > 0, always, once)
+    loss = _where(last_is_worst, 1.0, 0.0)
 
     def per_step(name: str) -> Number:
         return m * at * (getattr(forward, name) + getattr(backward, name))

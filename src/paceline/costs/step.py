@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
+from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.costs.layers import count_parameters, training_flops_per_token
+from paceline.costs.cuts import layers_by_rank
+from paceline.costs.demand import demand_of, layer_parameters
+from paceline.costs.footprint import StageMemory, memory_by_stage
+from paceline.costs.layers import training_flops_per_token
 from paceline.costs.profiles import PACELINE, Profile
+from paceline.costs.spend import spend
 from paceline.costs.workload import Cluster, Workload
 from paceline.errors import ConfigError
 
@@ -32,40 +38,6 @@ PARTS = (
     "overhead",
 )
 """Where a step goes, in seconds; they sum to the step. Communication is what is exposed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Bytes of a rank at one position of the pipeline, by kind."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    """Masters and moments."""
-    gathered: float
-    """Parameters and gradients that are whole for a while (ZeRO-3, FSDP)."""
-    activations: float
-    logits: float
-    framework: float
-    """CUDA context, libraries, communicators' buffers, fragmentation."""
-
-    @property
-    def states(self) -> float:
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> float:
-        return self.states + self.gathered + self.activations + self.logits + self.framework
-
-    @property
-    def moments(self) -> Mapping[str, float]:
-        """Bytes at start-up, forward peak, backward peak and the optimizer's step."""
-        return {
-            "start_up": self.states + self.framework,
-            "forward_peak": self.states + self.gathered + self.activations + self.logits / 2 + self.framework,
-            "backward_peak": self.total,
-            "optimizer_step": self.states + self.framework,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +79,23 @@ class StepEstimate:
         return sum(value for name, value in self.parts.items() if name.endswith("_communication")) / self.seconds
 
 
+def rank_layers(work: Workload, profile: Profile) -> tuple[float, ...]:
+    """Layers on each pipeline rank, multi-token prediction among them, as the profile's framework cuts them."""
+    layers = work.model.num_layers + work.model.mtp_layers
+    if work.pipeline_layout:
+        by_stage = work.pipeline_layout
+        return tuple(float(sum(by_stage[rank :: work.pp])) for rank in range(work.pp))
+    return layers_by_rank(layers, work.pp, profile.cut, head_layers(work.model), work.stages_per_rank)
+
+
+@lru_cache(maxsize=256)
+def head_layers(model: ModelConfig) -> float:
+    """How many layers the head costs as much as."""
+    dense, experts = layer_parameters(model)
+    active = dense + experts * (model.top_k / model.num_experts if model.num_experts else 0.0)
+    return model.hidden_size * model.vocab_size / active
+
+
 def predict(work: RunConfig | Workload, cluster: Cluster, profile: Profile = PACELINE) -> StepEstimate:
     """The step of one layout.
 
@@ -117,32 +106,38 @@ def predict(work: RunConfig | Workload, cluster: Cluster, profile: Profile = PAC
     reason = work.why_not(cluster.gpus)
     if reason:
         raise ConfigError(reason, next_step="Change the degrees or the batch; `paceline plan` lists those that fit.")
-    peak = cluster.gpu.peak_tflops("bf16") or 100.0
-    flops = training_flops_per_token(work.model, work.seq_len) * work.tokens / cluster.gpus
-    gemm = flops / (0.5e12 * peak)
-    micro_batches = work.micro_batches(cluster.gpus)
-    bubble = gemm * (work.pp - 1) / (work.stages_per_rank * micro_batches)
-    parts = dict.fromkeys(PARTS, 0.0) | {"gemm": gemm, "bubble": bubble}
+    layers = rank_layers(work, profile)
+    parts = {name: float(value) for name, value in spend(demand_of(work, cluster, layers), profile).items()}
     seconds = sum(parts.values())
+    flops = _flops_per_token(work.model, work.seq_len) * work.tokens / cluster.gpus
     tflops = flops / seconds / 1e12
-    parameters = count_parameters(work.model).total / (work.tp * work.pp)
-    memory = StageMemory(
-        weights=2 * parameters,
-        gradients=4 * parameters,
-        optimizer=12 * parameters / (work.dp(cluster.gpus) if work.zero else 1),
-        gathered=0.0,
-        activations=34.0 * work.micro_batch_size * work.seq_len * work.model.hidden_size * work.model.num_layers,
-        logits=12.0 * work.micro_batch_size * work.seq_len * work.model.vocab_size / work.tp,
-        framework=2.0 * 2**30,
-    )
+    in_fp8 = work.precision in ("fp8", "mxfp8", "nvfp4")
+    peak = cluster.gpu.peak_tflops("fp8" if in_fp8 else "bf16") or cluster.gpu.peak_tflops("fp16")
+    stages = memory_by_stage(work, cluster, layers, profile)
+    most = max(stage.total for stage in stages)
     return StepEstimate(
         seconds=seconds,
         parts=parts,
         tokens_per_second_per_gpu=work.tokens / cluster.gpus / seconds,
         tflops_per_gpu=tflops,
-        mfu=tflops / peak,
-        convention="causal attention, recomputation not counted, bf16 peak",
-        stages=(memory,) * work.pp,
-        fits=memory.total <= cluster.gpu.memory_bytes,
-        micro_batches=micro_batches,
+        mfu=None if peak is None else tflops / peak,
+        convention=f"causal attention, recomputation not counted, {'fp8' if in_fp8 else 'bf16'} peak",
+        stages=stages,
+        fits=fits(most, cluster, profile),
+        micro_batches=work.micro_batches(cluster.gpus),
     )
+
+
+def fits(memory_bytes: float, cluster: Cluster, profile: Profile) -> bool:
+    """Whether a rank's bytes, with what torch's allocator does not count, leave `MARGIN` of the card."""
+    usable = cluster.gpu.memory_bytes - profile.context_gib * 2**30
+    return memory_bytes <= (1 - MARGIN) * usable
+
+
+MARGIN = 0.03
+"""Of a card's memory that an estimate must leave: fragmentation differs from run to run by about as much."""
+
+
+@lru_cache(maxsize=1024)
+def _flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    return training_flops_per_token(model, seq_len)

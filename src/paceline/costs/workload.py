@@ -70,6 +70,10 @@ class Workload:
     """Gradients travel in bf16."""
     fused_weight_gradients: bool = False
     fp8_weight_cache: bool = False
+    fp8_rowwise: bool = False
+    """A scale for each row of a product instead of one for a tensor."""
+    frozen_weights: bool = False
+    """LoRA: no gradients, optimizer states and reductions of the model's own weights."""
     async_tp: bool = False
     """Communication of tensor parallelism is cut up and overlapped with its products."""
 
@@ -106,6 +110,7 @@ class Workload:
             accumulate_bf16=parallel.accumulate_dtype == "bf16",
             reduce_bf16=parallel.reduce_dtype == "bf16",
             fused_weight_gradients=parallel.fused_weight_gradients,
+            fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
             fp8_weight_cache=train.precision == "fp8" and train.fp8_weight_cache and parallel.zero <= 1,
         )
 

@@ -11,12 +11,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
 from paceline.config.model import ModelConfig, MoEConfig
 from paceline.costs.hardware import Hardware, find_hardware
 from paceline.costs.layers import training_flops_per_token
+from paceline.costs.profiles import find_profile
 from paceline.costs.workload import INTERCONNECTS, Cluster, Precision, Recompute, Workload
 from paceline.errors import ConfigError
 
@@ -108,12 +110,22 @@ class NotScored:
     reason: str
 
 
+COLUMNS = (
+    "id", "source", "year", "model", "params_B", "active_params_B", "layers", "hidden", "heads", "kv_heads", "ffn",
+    "vocab", "experts", "topk", "seq", "gpu", "n_gpus", "gpus_per_node", "interconnect", "precision", "tp", "pp",
+    "vpp", "cp", "ep", "dp", "zero", "mbs", "gbs", "recompute", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu",
+    "step_time_s", "mem_GiB", "notes", "evidence",
+)  # fmt: skip
+"""Of a table of runs; those that a table lacks are taken as empty."""
+
+
 def read_rows(paths: Iterable[Path | str]) -> list[dict[str, str]]:
     """All rows of CSV files; an id that came already (the 55 nanotron rows in two files) is not read twice."""
     rows: dict[str, dict[str, str]] = {}
     for path in paths:
         with Path(path).open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                row["id"] = row.get("id") or f"{Path(path).name}:{number}"
                 rows.setdefault(row["id"], row)
     return list(rows.values())
 
@@ -122,9 +134,19 @@ def source_of(row_id: str) -> Source | None:
     return next((source for source in SOURCES if row_id.startswith(source.prefix)), None)
 
 
-def read_run(row: dict[str, str]) -> PublishedRun | NotScored:
-    """A row as a run, or why not."""
+def read_run(row: dict[str, str], framework: str = "") -> PublishedRun | NotScored:
+    """A row as a run, or why not.
+
+    Args:
+        framework: name of a profile, for rows of no known source; columns that they lack count as empty.
+    """
+    row = dict.fromkeys(COLUMNS, "") | {name: text or "" for name, text in row.items() if name}
     source = source_of(row["id"])
+    if source is None and framework:
+        source = Source(
+            key=framework, title=find_profile(framework).title, prefix=(), profile=framework, activation="swiglu",
+            norm="rmsnorm", tie_embeddings=False,
+        )  # fmt: skip
     if source is None:
         return NotScored(id=row["id"], source=row["source"][:40], reason="a source without a profile")
     try:
@@ -238,6 +260,10 @@ _KNOWN: dict[str, dict[str, object]] = {
 
 def _read(row: dict[str, str], source: Source) -> PublishedRun:
     pp = _number(row, "pp", 1)
+    if pp > 1 and ("local batch" in row["notes"] or "vpp not printed" in row["notes"]):
+        raise _MissingError("micro-batch or interleaving of the pipeline is not published")
+    if "doubtful" in row["notes"] or "ANOMALY" in row["notes"]:
+        raise _MissingError("the source contradicts itself")
     seq_len = _number(row, "seq")
     model = _model(row, source, seq_len, pp)
     cluster = _cluster(row, source)
@@ -258,7 +284,9 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
         recompute_modules=modules,
         fused_attention=source.fused_attention,
         sequence_parallel=source.sequence_parallel and "no sequence parallel" not in row["notes"],
-        async_tp="async TP" in row["notes"] or "AsyncTP" in row["notes"],
+        fp8_rowwise="f8rw" in row["notes"],
+        frozen_weights="LoRA" in row["source"],
+        async_tp=_async_tp(row["notes"]),
     )
     dp = _number(row, "dp", work.dp(cluster.gpus))
     if dp * work.model_ranks != cluster.gpus:
@@ -283,24 +311,29 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
     )
 
 
+def _async_tp(notes: str) -> bool:
+    return "async" in notes.lower().replace("vanilla", "") and "vanilla" not in notes
+
+
 def _precision(row: dict[str, str]) -> Precision:
     text = row["precision"].split("/")[0].strip().lower()
     for known in ("fp32", "fp16", "bf16", "mxfp8", "fp8", "nvfp4"):
         if text.startswith(known):
-            return known  # type: ignore[return-value]
+            return known
     return "bf16"
 
 
-def _zero(row: dict[str, str]) -> int:  # type: ignore[return]
+def _zero(row: dict[str, str]) -> Literal[0, 1, 2, 3]:
     text = row["zero"].strip()
-    return int(text[0]) if text[:1].isdigit() else (3 if "FSDP" in text else 0)
+    written: dict[str, Literal[0, 1, 2, 3]] = {"0": 0, "1": 1, "2": 2, "3": 3}
+    return written.get(text[:1], 3 if "FSDP" in text else 0)
 
 
 def _recompute(row: dict[str, str], source: Source) -> tuple[Recompute, tuple[str, ...]]:
-    mode, _, modules = row["recompute"].strip().partition(":")
-    if mode not in ("none", "full", "selective"):
-        return source.recompute, ()
-    return mode, tuple(filter(None, modules.split("+")))  # type: ignore[return-value]
+    text, _, modules = row["recompute"].strip().partition(":")
+    modes: dict[str, Recompute] = {"none": "none", "full": "full", "selective": "selective"}
+    mode = modes.get(text)
+    return (source.recompute, ()) if mode is None else (mode, tuple(filter(None, modules.split("+"))))
 
 
 def _step_seconds(row: dict[str, str], source: Source, work: Workload, cluster: Cluster) -> float | None:
