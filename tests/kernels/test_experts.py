@@ -18,10 +18,10 @@ from torch import Tensor
 
 from paceline.kernels import expert_rows
 from paceline.kernels import experts as experts_module
-from paceline.kernels.expert_fp8 import cast_matrices, cast_rows, cast_turned
+from paceline.kernels.expert_fp8 import cast_rows, cast_turned
 from paceline.kernels.expert_gemm import Rows, product, weight_product
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference, sorted_order
-from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, GradientSum, fused_experts
+from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, GradientSum, cast_matrices, fused_experts
 
 ALL_TORCH = ExpertKernels(rows="torch", weight_gradient="torch")
 MIXED = ExpertKernels(rows="torch", forward="triton", input_gradient="torch", weight_gradient="torch")
@@ -254,7 +254,7 @@ def _is_triton(name: str) -> bool:
     return name.partition(".")[0] == "triton" and not name.startswith("triton._C")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def interpreted() -> Iterator[None]:
     """The kernels' files as Triton's interpreter runs them, on a CPU, and used there; with small tiles."""
     pytest.importorskip("triton")

@@ -61,17 +61,6 @@ def cast_turned(matrix_EYX: Tensor) -> Fp8Rows:
     return cast_rows(matrix_EYX.mT.contiguous())
 
 
-def cast_matrices(up_EMFC: Tensor, down_ECF: Tensor) -> Fp8Matrices:
-    """By the kernels on a GPU. To be made once for each change of the weights."""
-    up_EHC, down = up_EMFC.detach().flatten(1, 2), down_ECF.detach()
-    rows, turned = cast_rows, cast_turned
-    if up_EHC.is_cuda:
-        from paceline.kernels import expert_fp8_triton
-
-        rows, turned = expert_fp8_triton.cast_rows, expert_fp8_triton.cast_turned
-    return Fp8Matrices(*rows(up_EHC), *turned(up_EHC), *rows(down), *turned(down))
-
-
 def why_not_fp8(hidden: int, width: int) -> str:
     """The reason why experts of these widths cannot be multiplied in fp8; empty if they can."""
     odd = [f"{name} {size}" for name, size in (("hidden size", hidden), ("expert width", width)) if size % 16]

@@ -20,7 +20,6 @@ expert (2 if gated: gate, up).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -28,8 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, library
 
-from paceline.kernels import expert_gemm, expert_rows
-from paceline.kernels.expert_fp8 import Fp8Matrices, Fp8Rows, cast_rows
+from paceline.kernels import expert_fp8, expert_gemm, expert_rows
+from paceline.kernels.expert_fp8 import Fp8Matrices, Fp8Rows
 from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference
 from paceline.kernels.expert_rows import ActivationFunction
@@ -105,6 +104,15 @@ def fused_experts(
         x_NC, experts_NK, weights_NK, kept_NK, up_EMFC, down_ECF, function, kernels.spelled(), *places, *(fp8 or ())
     )
     return out
+
+
+def cast_matrices(up_EMFC: Tensor, down_ECF: Tensor) -> Fp8Matrices:
+    """What `fused_experts` multiplies in fp8: to be made once for each change of the weights."""
+    up_EHC, down = up_EMFC.detach().flatten(1, 2), down_ECF.detach()
+    casts = _casts(up_EHC)
+    return Fp8Matrices(
+        *casts.cast_rows(up_EHC), *casts.cast_turned(up_EHC), *casts.cast_rows(down), *casts.cast_turned(down)
+    )
 
 
 class _Experts(torch.autograd.Function):
@@ -413,13 +421,17 @@ def _operand(values: Tensor, order: ExpertOrder, fp8: bool, **options: Any) -> R
     """Rows of a product, cast if it is in fp8."""
     if not fp8:
         return Rows(values, order, **options)
-    cast: Callable[[Tensor], Fp8Rows] = cast_rows
-    if _ours("triton", values):
-        from paceline.kernels import expert_fp8_triton
-
-        cast = expert_fp8_triton.cast_rows
-    rows = cast(values)
+    rows: Fp8Rows = _casts(values).cast_rows(values)
     return Rows(rows.values, order, scale=rows.scale, **options)
+
+
+def _casts(x: Tensor) -> Any:
+    """`expert_fp8`, or what stands for it."""
+    if not _ours("triton", x):
+        return expert_fp8
+    from paceline.kernels import expert_fp8_triton
+
+    return expert_fp8_triton
 
 
 def _products(provider: Provider, x: Tensor) -> Any:
