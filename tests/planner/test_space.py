@@ -36,10 +36,10 @@ def test_every_candidate_passes_the_check_of_a_run(preset: str, gpus: int) -> No
 def test_the_closed_form_guess_keeps_the_best(preset: str, gpus: int) -> None:
     config = recipe(preset)
     cluster, _ = make_cluster(find_gpu("A100-80"), gpus)
-    everything = rank(config, cluster, keep=100_000)
+    everything = rank(config, cluster, keep=100_000, probe=100_000)
     usual = rank(config, cluster)
     assert everything.space.far_behind == 0
-    assert usual.fitting[0].tokens_per_second >= 0.98 * everything.fitting[0].tokens_per_second
+    assert usual.fitting[0].tokens_per_second >= 0.99 * everything.fitting[0].tokens_per_second
 
 
 def test_objectives_order_by_what_they_say() -> None:

@@ -140,3 +140,91 @@ def megatron(
         write=write,
         as_json=as_json,
     )
+
+
+@app.command("fit")
+def fit(
+    model: Annotated[str, typer.Option("--model", help="A preset such as llama3_70b, or a recipe file.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="H100-80, A100-80 ..., or a file that describes one (TOML).")],
+    tokens: Annotated[str, typer.Option("--tokens", help="Tokens of the run: 1T, 300B.")],
+    days: Annotated[float, typer.Option("--days", min=0.01, help="Days that it may take.")],
+    batch_tokens: Annotated[str, typer.Option("--batch-tokens", help="Tokens of a step, for a preset.")] = "4M",
+    nodes_of: NodesOf = 0,
+    interconnect: Interconnect = "",
+    reserve: Annotated[
+        float, typer.Option("--reserve", help="Share of the time kept for failures, restarts and evaluation.")
+    ] = 0.05,
+    price: Annotated[float, typer.Option("--price", min=0, help="Dollars a GPU-hour.")] = 0.0,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """How many GPUs does it take to train so many tokens in so many days?
+
+    paceline plan fit --model llama3_70b --gpu H100-80 --tokens 1T --days 30
+    """
+    from paceline.cli.plan_fit import show_fit
+
+    show_fit(
+        model,
+        gpu=gpu,
+        tokens=tokens,
+        days=days,
+        batch_tokens=batch_tokens,
+        overrides=overrides or (),
+        nodes_of=nodes_of,
+        interconnect=interconnect,
+        reserve=reserve,
+        price=price,
+        as_json=as_json,
+    )
+
+
+@app.command("simulate")
+def simulate(
+    recipe: Recipe,
+    gpus: Gpus = None,
+    gpu: Gpu = "",
+    nodes_of: NodesOf = 0,
+    interconnect: Interconnect = "",
+    slow_rank: Annotated[
+        list[str] | None, typer.Option("--slow-rank", metavar="R:1.2", help="A rank that is 1.2 times slower.")
+    ] = None,
+    slow_link: Annotated[
+        list[str] | None, typer.Option("--slow-link", metavar="R-R:2", help="A link that takes 2 times as long.")
+    ] = None,
+    mtbf: Annotated[float, typer.Option("--mtbf", min=0, help="Hours between failures of the whole job.")] = 0.0,
+    checkpoint_seconds: Annotated[
+        float, typer.Option("--checkpoint-seconds", min=0.001, help="How long saving holds training up.")
+    ] = 30.0,
+    checkpoint_minutes: Annotated[
+        float, typer.Option("--checkpoint-every", min=0, help="Minutes between checkpoints; default: the best.")
+    ] = 0.0,
+    restart_minutes: Annotated[
+        float, typer.Option("--restart-minutes", min=0, help="From a failure to the next step.")
+    ] = 10.0,
+    trace: Annotated[str, typer.Option("--trace", help="Write a Perfetto trace (JSON) to this file.")] = "",
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """A step as a timeline of one pipeline's ranks; slow parts; failures.
+
+    The layout is the recipe's own; of a preset, the best one.
+
+      paceline plan simulate recipes/gpt3_175b.toml --gpu A100-80 --slow-rank 70:1.2
+    """
+    from paceline.cli.plan_simulate import Failures, show_simulation
+    from paceline.planner.request import make_request
+
+    show_simulation(
+        make_request(recipe, overrides or (), gpus, gpu, nodes_of, interconnect),
+        slow_ranks=slow_rank or (),
+        slow_links=slow_link or (),
+        failures=Failures(
+            mtbf_hours=mtbf,
+            checkpoint_seconds=checkpoint_seconds,
+            restart_minutes=restart_minutes,
+            interval_minutes=checkpoint_minutes,
+        ),
+        trace=trace,
+        as_json=as_json,
+    )

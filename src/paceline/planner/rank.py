@@ -18,10 +18,22 @@ from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.errors import ConfigError
 from paceline.planner.rough import Degrees
-from paceline.planner.space import KEPT, Only, Space, as_config, find_space, micro_batch_sizes, schedules
+from paceline.planner.space import (
+    PROBED,
+    Only,
+    Space,
+    as_config,
+    find_space,
+    micro_batch_sizes,
+    schedules,
+    spread,
+)
 
 Objective = Literal["throughput", "memory", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+KEPT = 40
+"""Degrees whose variants are all predicted."""
 
 _RECOMPUTE = ("none", "selective", "full")
 
@@ -81,27 +93,28 @@ def rank(
     objective: Objective = "throughput",
     profile: Profile = PACELINE,
     keep: int = KEPT,
+    probe: int = PROBED,
     offload: bool = True,
     only: Only | None = None,
 ) -> Ranking:
     """All layouts of a recipe worth knowing, in order.
 
     Args:
-        keep: degrees whose variants are predicted.
+        keep: degrees whose variants are all predicted: the best of those probed.
+        probe: degrees that are predicted with a few variants.
         offload: where nothing fits, try again with the optimizer's state in host memory.
         only: axes that are held to one value.
     """
-    space = find_space(config, cluster, keep=keep, only=only)
-    fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
-    for of in space.kept:
-        for candidate in _variants(space, of, profile):
-            (fitting if candidate.estimate.fits else too_large).append(candidate)
+    search = _Search(find_space(config, cluster, keep=probe, only=only), profile)
+    search.run(keep)
+    space, fitting, too_large = search.space, search.fitting, search.too_large
     predicted = len(fitting) + len(too_large)
     if not fitting and offload and config.parallel.offload == "none" and config.optim.name != "adamw8bit":
         host = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": "optimizer"})})
         if config.train.precision != "fp8":
-            again = rank(host, cluster, objective=objective, profile=profile, keep=keep, offload=False, only=only)
+            again = rank(
+                host, cluster, objective=objective, profile=profile, keep=keep, probe=probe, offload=False, only=only
+            )
             return replace(
                 again,
                 too_large=(*_ordered(too_large, "throughput"), *again.too_large),
@@ -133,7 +146,9 @@ def rank_counts(
     while counts % 2 == 0 and counts > 1:
         counts //= 2
         smaller = replace(cluster, gpus=counts, gpus_per_node=min(cluster.gpus_per_node, counts))
-        found = rank(config, smaller, objective=objective, profile=profile, keep=16, offload=False, only=only)
+        found = rank(
+            config, smaller, objective=objective, profile=profile, keep=16, probe=200, offload=False, only=only
+        )
         predicted += found.predicted
         if not found.fitting:
             break
@@ -161,52 +176,93 @@ def _ordered(candidates: list[Candidate], objective: Objective) -> list[Candidat
     return sorted(candidates, key=keys[objective])
 
 
-def _variants(space: Space, of: Degrees, profile: Profile) -> Iterator[Candidate]:
-    """Micro-batches with 1F1B first, from small to large until none fits; then other schedules for the best two."""
-    wanted = [
-        (name, stages)
-        for name, stages in schedules(space.config, of)
-        if space.only.get("pipeline_schedule", name) == name and space.only.get("stages_per_rank", stages) == stages
-    ]
-    if not wanted:
-        return
-    (name, stages), *others = wanted
-    tried: list[tuple[float, int]] = []
-    sizes = micro_batch_sizes(space, of)
-    for micro in sizes:
-        fits = False
-        for candidate in _recomputed(space, of, profile, micro, name, stages):
-            yield candidate
-            if candidate.estimate.fits:
-                fits = True
-                tried.append((candidate.estimate.seconds, micro))
-        if not fits:
-            break
-    for micro in [micro for _, micro in sorted(tried)[:2]] or sizes[:1]:
-        for other, count in others:
-            yield from _recomputed(space, of, profile, micro, other, count)
+class _Search:
+    """Predicts a few variants of all degrees, then all of the best ones'; nothing twice."""
 
+    def __init__(self, space: Space, profile: Profile) -> None:
+        self.space, self.profile = space, profile
+        self.fitting: list[Candidate] = []
+        self.too_large: list[Candidate] = []
+        self._done: dict[tuple[Degrees, int, str, int], Candidate | None] = {}
 
-def _recomputed(
-    space: Space, of: Degrees, profile: Profile, micro: int, schedule: str, stages: int
-) -> Iterator[Candidate]:
-    """From no recomputation to all of it, until one fits."""
-    for mode in [mode for mode in _RECOMPUTE if space.only.get("recompute", mode) == mode]:
-        config = as_config(
-            space.config,
-            of,
-            space.cluster,
-            micro_batch_size=micro,
-            recompute=mode,
-            pipeline_schedule=schedule,
-            stages_per_rank=stages,
-        )
-        if next(refusals(Asked.of(config, space.cluster.gpus)), None) is not None:
+    def run(self, keep: int) -> None:
+        probed = []
+        for place, of in enumerate(self.space.kept):
+            found = list(self._probes(of))
+            fits = [one.estimate.seconds for one in found if one.estimate.fits]
+            if found:
+                # what fits comes first, then what nearly does
+                nearest = min(one.estimate.memory_bytes for one in found)
+                probed.append(((not fits, min(fits) if fits else nearest), place, of))
+        probed.sort(key=lambda entry: entry[:2])
+        for of in spread([of for _, _, of in probed], keep):
+            self._variants(of)
+
+    def _probes(self, of: Degrees) -> Iterator[Candidate]:
+        """The smallest micro-batch and one of four, in the schedule with the least idle time."""
+        wanted = self._schedules(of)
+        sizes = micro_batch_sizes(self.space, of)
+        if not wanted or not sizes:
             return
-        work = Workload.of(config)
-        if work.why_not(space.cluster.gpus):
+        middle = max(size for size in sizes if size <= max(4, sizes[0]))
+        name, stages = max(wanted, key=lambda entry: (entry[0] == "interleaved_1f1b", entry[1]))
+        for micro in dict.fromkeys((sizes[0], middle)):
+            found = self._recomputed(of, micro, name, stages)
+            if found is not None:
+                yield found
+
+    def _schedules(self, of: Degrees) -> list[tuple[str, int]]:
+        only = self.space.only
+        return [
+            (name, stages)
+            for name, stages in schedules(self.space.config, of)
+            if only.get("pipeline_schedule", name) == name and only.get("stages_per_rank", stages) == stages
+        ]
+
+    def _variants(self, of: Degrees) -> None:
+        """Micro-batches with 1F1B first, from small to large until none fits; other schedules for the best two."""
+        wanted = self._schedules(of)
+        if not wanted:
             return
-        found = Candidate(config=config, gpus=space.cluster.gpus, estimate=predict(work, space.cluster, profile))
-        yield found
-        if found.estimate.fits:
-            return
+        (name, stages), *others = wanted
+        tried: list[tuple[float, int]] = []
+        sizes = micro_batch_sizes(self.space, of)
+        for micro in sizes:
+            found = self._recomputed(of, micro, name, stages)
+            if found is None or not found.estimate.fits:
+                break
+            tried.append((found.estimate.seconds, micro))
+        for micro in [micro for _, micro in sorted(tried)[:2]] or sizes[:1]:
+            for other, count in others:
+                self._recomputed(of, micro, other, count)
+
+    def _recomputed(self, of: Degrees, micro: int, schedule: str, stages: int) -> Candidate | None:
+        """From no recomputation to all of it, until one fits; the last one. None if it is not legal."""
+        key = (of, micro, schedule, stages)
+        if key not in self._done:
+            self._done[key] = self._predicted(of, micro, schedule, stages)
+        return self._done[key]
+
+    def _predicted(self, of: Degrees, micro: int, schedule: str, stages: int) -> Candidate | None:
+        space, last = self.space, None
+        for mode in [mode for mode in _RECOMPUTE if space.only.get("recompute", mode) == mode]:
+            config = as_config(
+                space.config,
+                of,
+                space.cluster,
+                micro_batch_size=micro,
+                recompute=mode,
+                pipeline_schedule=schedule,
+                stages_per_rank=stages,
+            )
+            gpus = space.cluster.gpus
+            if last is None and next(refusals(Asked.of(config, gpus)), None) is not None:
+                return None
+            work = Workload.of(config)
+            if work.why_not(gpus):
+                return None
+            last = Candidate(config=config, gpus=gpus, estimate=predict(work, space.cluster, self.profile))
+            (self.fitting if last.estimate.fits else self.too_large).append(last)
+            if last.estimate.fits:
+                break
+        return last

@@ -303,7 +303,7 @@ def _more_gpus(config: RunConfig, cluster: Cluster, profile: Profile) -> Iterato
         larger = replace(
             cluster, gpus=gpus, gpus_per_node=min(8, gpus) if cluster.nodes == 1 else cluster.gpus_per_node
         )
-        found = rank(config, larger, profile=profile, keep=8, offload=False)
+        found = rank(config, larger, profile=profile, keep=8, probe=60, offload=False)
         if found.fitting:
             best = found.fitting[0]
             yield Finding(

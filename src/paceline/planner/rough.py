@@ -99,7 +99,8 @@ class Rough:
         dense, experts = self.held(of)
         replicas = gpus // (of.tp * of.pp)
         if of.zero >= 2:
-            gathers = count if of.zero == 3 else 1
+            # with micro-batches of several sequences there are fewer of them
+            gathers = max(1.0, count / 8) if of.zero == 3 else 1
             traffic = (dense + experts) * (4 * gathers + 4)
             seconds += 0.02 * compute + max(0.0, traffic / self._link(replicas // of.dp_replicate) - 0.8 * compute)
         elif replicas > 1:

@@ -1,7 +1,7 @@
 """Which layouts of a recipe are legal on so many GPUs? All of them, cheapest refusals first.
 
 Two levels. *Degrees* (tp, pp, cp, ep, ZeRO stage, copies) are pruned by arithmetic: what the model's sizes forbid, what
-cannot fit a card with everything recomputed, and, beyond `KEPT`, what a closed-form guess puts far behind. *Variants*
+cannot fit a card with everything recomputed, and, beyond `PROBED`, what a closed-form guess puts far behind. *Variants*
 of the degrees that are left (micro-batch, schedule, recomputation) pass the same rules as a recipe that is to run
 (`config/refusals.py`) before anything is predicted.
 """
@@ -20,8 +20,8 @@ from paceline.config.run import RunConfig
 from paceline.costs.workload import Cluster
 from paceline.planner.rough import Degrees, Rough
 
-KEPT = 56
-"""Degrees whose variants are predicted: about a thousand predictions."""
+PROBED = 500
+"""Degrees that are predicted at all, with a few variants each."""
 SHORTEST_PART = 1024
 """Tokens of a sequence that a context-parallel rank has at least; with fewer there is nothing to win."""
 MOST_MICRO_BATCHES = 16
@@ -41,7 +41,7 @@ class Space:
     cluster: Cluster
     only: Only = field(default_factory=dict)
     kept: list[Degrees] = field(default_factory=list)
-    """In the order of the guess."""
+    """Those to predict, in the order of the guess."""
     too_large: list[tuple[Degrees, float]] = field(default_factory=list)
     """Degrees whose states alone do not fit, with the least bytes of a rank."""
     far_behind: int = 0
@@ -54,7 +54,7 @@ class Space:
         return len(self.kept) + len(self.too_large) + self.far_behind + self.batch_misfits
 
 
-def find_space(config: RunConfig, cluster: Cluster, *, keep: int = KEPT, only: Only | None = None) -> Space:
+def find_space(config: RunConfig, cluster: Cluster, *, keep: int = PROBED, only: Only | None = None) -> Space:
     """All degrees that the model admits on the cluster, sorted into those to predict and the others."""
     space, rough = Space(config=config, cluster=cluster, only=only or {}), Rough(config, cluster)
     held = {axis: value for axis, value in space.only.items() if axis in DEGREES}
@@ -75,13 +75,13 @@ def find_space(config: RunConfig, cluster: Cluster, *, keep: int = KEPT, only: O
         guessed.append((rough.seconds(of), of))
     # by the guess; equal ones in the order of the axes, so that the result is the same on every machine
     guessed.sort(key=lambda pair: pair[0])
-    space.kept = _spread([of for _, of in guessed], keep)
+    space.kept = spread([of for _, of in guessed], keep)
     space.far_behind = len(guessed) - len(space.kept)
     space.too_large.sort(key=lambda pair: pair[1])
     return space
 
 
-def _spread(ordered: list[Degrees], keep: int) -> list[Degrees]:
+def spread(ordered: list[Degrees], keep: int) -> list[Degrees]:
     """The first ones, and of every value of every axis the best, so that reasons can name it."""
     chosen = dict.fromkeys(ordered[:keep])
     for axis in ("tp", "pp", "cp", "ep", "zero"):

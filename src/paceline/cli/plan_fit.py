@@ -1,0 +1,187 @@
+"""`paceline plan fit`: how many GPUs does a training run take, in the four steps of a buyer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import typer
+from rich.text import Text
+
+from paceline.config.run import RunConfig
+from paceline.costs.layers import count_parameters
+from paceline.costs.workload import Cluster
+from paceline.errors import ConfigError
+from paceline.planner.machines import find_gpu, make_cluster
+from paceline.planner.rank import Candidate
+from paceline.planner.reasons import layout_text
+from paceline.planner.request import count_of, load
+from paceline.planner.sizing import Sizing, size
+from paceline.report import units
+from paceline.report.console import make_console, print_table
+from paceline.report.table import Table, table
+
+
+def show_fit(
+    model: str,
+    *,
+    gpu: str,
+    tokens: str,
+    days: float,
+    batch_tokens: str,
+    overrides: Sequence[str],
+    nodes_of: int,
+    interconnect: str,
+    reserve: float,
+    price: float,
+    as_json: bool,
+) -> None:
+    """Finds the fewest GPUs and prints the four steps.
+
+    Raises:
+        ConfigError: a number makes no sense, or no number of GPUs that was tried is enough.
+    """
+    recipe, is_preset, _ = load(model, overrides, None)
+    config = recipe.config
+    train = config.train
+    if is_preset and not any(text.startswith("train.global_batch_size") for text in overrides):
+        whole = max(1, round(count_of(batch_tokens, "--batch-tokens") / train.seq_len))
+        config = config.model_copy(update={"train": train.model_copy(update={"global_batch_size": whole})})
+    if not 0 <= reserve < 1:
+        raise ConfigError(f"--reserve {reserve} is no share of the time", next_step="Give 0.05 for five percent.")
+    card = find_gpu(gpu)
+    per_node = nodes_of or 8
+
+    def machines(count: int) -> Cluster:
+        return make_cluster(card, count, gpus_per_node=min(per_node, count), interconnect=interconnect)[0]
+
+    sized = size(
+        config,
+        machines,
+        tokens=count_of(tokens, "--tokens"),
+        days=days,
+        reserve=reserve,
+        gpus_per_node=per_node,
+    )
+    if as_json:
+        typer.echo(json.dumps(_as_dict(sized, price), indent=1))
+        return
+    if sized.chosen is None:
+        fitting = [found for _, found in sized.tried if found is not None]
+        raise ConfigError(
+            f"no number of {card.name} that was tried trains {units.count(sized.tokens)} tokens in {days:g} days",
+            evidence="Tried "
+            + ", ".join(str(count) for count, _ in sized.tried)
+            + " GPUs; "
+            + (f"the fastest takes {min(map(sized.days_of, fitting)):.3g} days." if fitting else "nothing fits."),
+            next_step="Give more days, a larger batch (--batch-tokens), or larger cards.",
+        )
+    _, network = make_cluster(card, sized.chosen.gpus, gpus_per_node=per_node, interconnect=interconnect)
+    console = make_console()
+    print_table(console, _steps(config, sized, sized.chosen, network, price))
+    console.print()
+    print_table(console, _counts(sized))
+    console.print()
+    console.print(Text(f"Layout: {layout_text(sized.chosen.config)}."), soft_wrap=True)
+    command = f"paceline plan {model} --gpus {sized.chosen.gpus} --gpu '{gpu}'"
+    command += f" --set train.global_batch_size={sized.chosen.config.train.global_batch_size}"
+    console.print(Text(f"More about it: {command}"), soft_wrap=True)
+
+
+def _steps(config: RunConfig, sized: Sizing, chosen: Candidate, network: str, price: float) -> Table:
+    count, train = count_parameters(config.model), chosen.config.train
+    estimate = chosen.estimate
+    peak = estimate.tflops_per_gpu / estimate.mfu if estimate.mfu else 0.0
+    days = sized.days_of(chosen)
+    hours = days * 24 * chosen.gpus
+    active = f", {units.count(count.active)} active" if config.model.is_moe else ""
+    total = sized.flops_per_token * sized.tokens
+    rows = [
+        (
+            "1  what is trained",
+            f"{units.count(count.total)} parameters{active}",
+            f"{units.count(sized.tokens)} tokens in {sized.days:g} days; batch {train.global_batch_size} x "
+            f"{train.seq_len} = {units.count(train.global_batch_size * train.seq_len)} tokens; {train.precision}",
+        ),
+        (
+            "2  a token",
+            f"{units.count(sized.flops_per_token)} FLOPs",
+            "forward and backward, causal attention, recomputation not counted",
+        ),
+        (
+            "3  all tokens",
+            f"{total:.3g} FLOPs",
+            f"in {1 - sized.reserve:.0%} of the time ({sized.reserve:.0%} kept for failures, restarts, evaluation): "
+            f"{units.count(sized.needed_tokens_per_second)} tokens/s are needed",
+        ),
+        (
+            "4  what a GPU does",
+            f"{estimate.tflops_per_gpu:.0f} TFLOP/s",
+            (f"MFU {units.percent(estimate.mfu)} of {peak:.0f}, predicted for " if estimate.mfu else "predicted for ")
+            + f"the best layout on so many GPUs ({network})",
+        ),
+        (
+            "GPUs",
+            f"{chosen.gpus:,}",
+            f"{days:.3g} days, {units.count(chosen.tokens_per_second)} tokens/s, {hours:,.0f} GPU-hours"
+            + (f", ${hours * price:,.0f} at ${price:g}" if price else ""),
+        ),
+        ("memory", f"{estimate.memory_gib:.1f} GiB", f"of the fullest card; {layout_text(chosen.config)}"),
+        ("checkpoint", units.size(_checkpoint_bytes(config)), "weights, masters and moments, once"),
+    ]
+    return table(("step", "", ""), rows)
+
+
+def _checkpoint_bytes(config: RunConfig) -> float:
+    """fp32 masters and two moments; what the model computes with is made from the masters."""
+    return 12.0 * count_parameters(config.model).total
+
+
+def _counts(sized: Sizing) -> Table:
+    rows = []
+    for count, found in sized.tried:
+        if found is None:
+            rows.append((f"{count:,}", "nothing fits", "", "", "", ""))
+            continue
+        days, estimate = sized.days_of(found), found.estimate
+        rows.append(
+            (
+                f"{count:,}",
+                f"{days:.3g}",
+                "" if estimate.mfu is None else units.percent(estimate.mfu),
+                f"{days * 24 * count:,.0f}",
+                f"{estimate.memory_gib:.1f}",
+                layout_text(found.config),
+            )
+        )
+    convention = next((found.estimate.convention for _, found in sized.tried if found), "")
+    return table(
+        (">GPUs", ">days", ">MFU", ">GPU-hours", ">peak GiB", "layout"),
+        rows,
+        title="Numbers of GPUs that were tried",
+        notes=(f"MFU: {convention}.",),
+    )
+
+
+def _as_dict(sized: Sizing, price: float) -> dict[str, object]:
+    def one(found: Candidate | None) -> dict[str, object] | None:
+        if found is None:
+            return None
+        days = sized.days_of(found)
+        return {
+            **found.as_dict(),
+            "days": days,
+            "gpu_hours": days * 24 * found.gpus,
+            "dollars": days * 24 * found.gpus * price if price else None,
+        }
+
+    return {
+        "tokens": sized.tokens,
+        "days": sized.days,
+        "reserve": sized.reserve,
+        "flops_per_token": sized.flops_per_token,
+        "flops": sized.flops_per_token * sized.tokens,
+        "needed_tokens_per_second": sized.needed_tokens_per_second,
+        "chosen": one(sized.chosen),
+        "tried": [{"gpus": count, "best": one(found)} for count, found in sized.tried],
+    }

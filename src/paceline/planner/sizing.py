@@ -1,0 +1,122 @@
+"""How many GPUs does a training run take? The four steps that buyers do by hand, with predictions in place of guesses.
+
+1. what is trained: parameters, sequence, batch, tokens, precision, deadline;
+2. what a token costs: FLOPs, forward and backward;
+3. all tokens, and a reserve for failures, restarts and evaluation;
+4. divided by what a GPU really does: not its peak, but the predicted speed of the best layout on so many GPUs.
+
+Speed a GPU falls as GPUs grow, so step 4 is repeated until the fewest nodes that meet the deadline are found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.config.run import RunConfig
+from paceline.costs.layers import training_flops_per_token
+from paceline.costs.profiles import PACELINE, Profile
+from paceline.costs.workload import Cluster
+from paceline.planner.rank import Candidate, rank
+
+_FIRST_GUESS = 0.4
+"""MFU with which the search begins; it decides nothing but where."""
+_KEPT, _PROBED = 8, 120
+_MOST_GPUS = 2**17
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What was found."""
+
+    tokens: float
+    flops_per_token: float
+    reserve: float
+    """Share of the time that is not training."""
+    days: float
+    """Asked for."""
+    needed_tokens_per_second: float
+    tried: tuple[tuple[int, Candidate | None], ...]
+    """By number of GPUs: the best layout, None where nothing fits."""
+    chosen: Candidate | None
+    """On the fewest GPUs that meet the deadline; None if none of those tried does."""
+
+    def days_of(self, candidate: Candidate) -> float:
+        """With the reserve."""
+        return self.tokens / candidate.tokens_per_second / (1 - self.reserve) / 86400
+
+
+def size(
+    config: RunConfig,
+    machines: Callable[[int], Cluster],
+    *,
+    tokens: float,
+    days: float,
+    reserve: float,
+    gpus_per_node: int,
+    profile: Profile = PACELINE,
+) -> Sizing:
+    """The fewest GPUs, in whole nodes of common numbers, on which ``tokens`` take ``days`` or less.
+
+    Args:
+        machines: the cluster of so many GPUs.
+    """
+    flops = training_flops_per_token(config.model, config.train.seq_len)
+    needed = tokens / (days * 86400 * (1 - reserve))
+    peak = machines(1).gpu.peak_tflops("fp8" if config.train.precision == "fp8" else "bf16") or 100.0
+    counts = _counts(gpus_per_node)
+    found: dict[int, Candidate | None] = {}
+
+    def best(count: int) -> Candidate | None:
+        if count not in found:
+            cluster = machines(count)
+            ranked = rank(with_batch(config, count), cluster, profile=profile, keep=_KEPT, probe=_PROBED, offload=False)
+            found[count] = ranked.fitting[0] if ranked.fitting else None
+        return found[count]
+
+    def is_enough(count: int) -> bool:
+        candidate = best(count)
+        return candidate is not None and candidate.tokens_per_second >= needed
+
+    guess = needed * flops / (_FIRST_GUESS * 1e12 * peak)
+    at = next((index for index, count in enumerate(counts) if count >= guess), len(counts) - 1)
+    while at + 1 < len(counts) and not is_enough(counts[at]) and counts[at] < 64 * max(guess, gpus_per_node):
+        at += 1
+    while at > 0 and is_enough(counts[at]) and is_enough(counts[at - 1]):
+        at -= 1
+    return Sizing(
+        tokens=tokens,
+        flops_per_token=flops,
+        reserve=reserve,
+        days=days,
+        needed_tokens_per_second=needed,
+        tried=tuple(sorted(found.items())),
+        chosen=best(counts[at]) if is_enough(counts[at]) else None,
+    )
+
+
+def with_batch(config: RunConfig, gpus: int) -> RunConfig:
+    """The batch as near as can be to the recipe's that many degrees of data parallelism divide."""
+    train = config.train
+    if train.global_batch_size % gpus == 0:
+        return config
+    # a multiple of the GPUs' odd part, and of as many twos as the batch can bear
+    odd = gpus // (gpus & -gpus)
+    unit = odd * 2 ** max(0, min(round(math.log2(gpus / odd)), int(math.log2(max(1, train.global_batch_size / odd)))))
+    whole = max(1, round(train.global_batch_size / unit)) * unit
+    changed = train.model_copy(update={"global_batch_size": whole, "micro_batch_size": 1})
+    return config.model_copy(update={"train": changed})
+
+
+def _counts(gpus_per_node: int) -> list[int]:
+    """Parts of a node, then nodes: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ..."""
+    within = [count for count in (1, 2, 4) if count < gpus_per_node]
+    nodes = sorted({base * 2**power for base in (1, 3, 5, 7) for power in range(18)})
+    return within + [gpus_per_node * count for count in nodes if gpus_per_node * count <= _MOST_GPUS]
+
+
+def on_gpus(config: RunConfig, cluster: Cluster, profile: Profile = PACELINE) -> Candidate | None:
+    """The best layout on exactly these GPUs."""
+    ranked = rank(with_batch(config, cluster.gpus), cluster, profile=profile, keep=_KEPT, probe=_PROBED, offload=False)
+    return ranked.fitting[0] if ranked.fitting else None

@@ -1,0 +1,175 @@
+"""`paceline plan` as a user runs it: without torch, in seconds, with clear answers to wrong questions."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import paceline
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = ROOT / "recipes"
+MEGATRON = ROOT / "tests" / "planner" / "megatron"
+
+PATIENCE = 30.0
+"""Seconds, on a busy machine; the target of 10 is that of an idle one."""
+
+LLAMA = ("llama3_8b", "--gpus", "64", "--gpu", "H100-80")
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder in front of the path in which torch cannot be imported."""
+    folder = tmp_path_factory.mktemp("no_torch")
+    (folder / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    return str(folder)
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "layouts": LLAMA,
+    "layouts of 1024 GPUs": ("qwen3_235b_a22b", "--gpus", "1024", "--gpu", "H100-80"),
+    "memory": (str(RECIPES / "gpt3_175b.toml"), "--gpu", "A100-80", "--explain-memory"),
+    "fit": ("fit", "--model", "llama3_70b", "--gpu", "H100-80", "--tokens", "1T", "--days", "30"),
+    "megatron": ("megatron", str(MEGATRON / "gpt3_175b_slurm.sh"), "--gpu", "A100-80"),
+    "simulate": ("simulate", str(RECIPES / "gpt3_175b.toml"), "--gpu", "A100-80", "--slow-rank", "70:1.2"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_verb_answers_in_seconds_without_torch(name: str, without_torch: str) -> None:
+    done = paceline("plan", *COMMANDS[name], seconds=PATIENCE, PYTHONPATH=f"{without_torch}:{ROOT / 'src'}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def _json(*arguments: str) -> Any:
+    done = paceline("plan", *arguments, "--json", seconds=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_json_is_an_array_of_layouts_best_first() -> None:
+    found = _json(*LLAMA, "--top", "5")
+    assert len(found) == 5
+    speeds = [one["tokens_per_second_per_gpu"] for one in found]
+    assert speeds == sorted(speeds, reverse=True)
+    for one in found:
+        assert {"step_seconds", "mfu", "memory_gib", "fits"} <= one.keys()
+        assert one["parallel"]["tp"] >= 1
+        assert one["train"]["global_batch_size"] == 128
+        assert "causal" in one["mfu_convention"]
+        tokens = one["train"]["global_batch_size"] * one["train"]["seq_len"]
+        assert one["tokens_per_second_per_gpu"] * 64 * one["step_seconds"] == pytest.approx(tokens)
+
+
+def test_the_choice_is_written_as_a_recipe_that_runs(tmp_path: Path) -> None:
+    target = tmp_path / "best.toml"
+    recipe = str(RECIPES / "llama3_8b.toml")
+    changes = ("--set", "train.global_batch_size=128", "--set", "optim.lr=2e-4")
+    done = paceline("plan", recipe, "--gpus", "16", "--gpu", "H100-80", *changes, "--write", str(target))
+    assert done.returncode == 0, done.stderr
+    tables = tomllib.loads(target.read_text())
+    assert tables["optim"] == {"lr": 2e-4}
+    assert tables["train"]["global_batch_size"] == 128
+    again = paceline("train", str(target), "--dry-run", "--nproc", "16")
+    assert again.returncode == 0, again.stderr
+    refused = paceline("plan", recipe, "--gpus", "16", "--gpu", "H100-80", "--write", str(target))
+    assert refused.returncode == 2
+    assert "exists" in refused.stderr
+
+
+def test_the_page_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "plan.html"
+    done = paceline("plan", "llama2_7b", "--gpus", "8", "--gpu", "A100-80", "--html", str(target))
+    assert done.returncode == 0, done.stderr
+    text = target.read_text()
+    assert text.count("<svg") == text.count("</svg>") == 3
+    assert "prefers-color-scheme:dark" in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert "https://" not in text
+
+
+def test_money_days_and_the_convention_are_shown() -> None:
+    done = paceline("plan", *LLAMA, "--tokens", "1T", "--price", "2")
+    assert "GPU-hours" in done.stdout
+    assert "at $2 a GPU-hour" in done.stdout
+    assert "causal attention" in done.stdout
+    assert "In place of it" in done.stdout
+    assert "Not in the table" in done.stdout
+
+
+WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "model": (("lama3_8b", "--gpus", "8", "--gpu", "H100"), ("no recipe or preset", "llama3_8b", "[model]")),
+    "gpu": (("llama3_8b", "--gpus", "8", "--gpu", "H1000"), ("H100 SXM", "memory_tb_per_s")),
+    "no gpu": (("llama3_8b", "--gpus", "8"), ("which GPU", "my_gpu.toml")),
+    "no gpus": (("llama3_8b", "--gpu", "H100"), ("how many GPUs",)),
+    "interconnect": ((*LLAMA, "--interconnect", "ib4000"), ("ib400",)),
+    "objective": ((*LLAMA, "--objective", "speed"), ("throughput, memory, cost",)),
+    "key": ((*LLAMA, "--set", "parallel.tpp=2"), ("parallel.tp",)),
+    "axis": ((*LLAMA, "--only", "dp=2"), ("Axes are tp",)),
+    "impossible layout": ((*LLAMA, "--only", "tp=6"), ("does not make", "Nearest layouts")),
+    "heads": (
+        ("qwen2.5_7b", "--gpus", "8", "--gpu", "H100", "--only", "tp=8"),
+        ("does not divide model.num_heads = 28", "Nearest layout"),
+    ),
+    "length": ((*LLAMA, "--set", "train.seq_len=100000"), ("longer than model.max_seq_len",)),
+    "batch": (
+        ("llama3_8b", "--gpus", "7", "--gpu", "H100", "--set", "train.global_batch_size=5", "--only", "tp=1,pp=1,cp=1"),
+        ("7",),
+    ),
+    "tokens": ((*LLAMA, "--tokens", "many"), ("--tokens 1T",)),
+    "megatron file": (("megatron", "no_such.sh"), ("no launch script",)),
+    "megatron flags": (("megatron", "--micro-batch-size 1"), ("--num-layers is not given",)),
+    "slow rank": (("simulate", *LLAMA, "--slow-rank", "64:2"), ("ranks 0 to 63",)),
+    "days": (("fit", "--model", "llama3_8b", "--gpu", "H100", "--tokens", "x", "--days", "3"), ("--tokens 1T",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_questions_get_clear_answers(name: str) -> None:
+    arguments, words = WRONG[name]
+    done = paceline("plan", *arguments, seconds=PATIENCE)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+def test_an_own_gpu_is_taken_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "Mine"\nbf16 = 200\nmemory_gb = 48\nmemory_tb_per_s = 1.2\npcie_gb_per_s = 31\n')
+    done = paceline("plan", "llama2_7b", "--gpus", "8", "--gpu", str(file), seconds=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert "8 x Mine" in done.stdout
+
+
+def test_contradictions_are_all_told_and_refused() -> None:
+    text = (MEGATRON / "gpt_345m.sh").read_text().replace("--fp16", "--fp16 --bf16")
+    text = text.replace("--global-batch-size 16", "--global-batch-size 17")
+    done = paceline("plan", "megatron", text, seconds=PATIENCE)
+    assert done.returncode == 2
+    assert "--fp16 and --bf16" in done.stdout
+    assert "17 is no multiple" in done.stdout
+    assert "Also:" in done.stderr
+
+
+def test_flags_need_no_quotes() -> None:
+    line = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --bf16"
+    line += " --max-position-embeddings 1024 --global-batch-size 64 --made-up-flag 3"
+    quoted = paceline("plan", "megatron", line, "--gpus", "8", seconds=PATIENCE)
+    plain = paceline("plan", "megatron", *line.split(), "--gpus", "8", seconds=PATIENCE)
+    assert quoted.returncode == plain.returncode == 0, quoted.stderr + plain.stderr
+    assert quoted.stdout == plain.stdout
+    assert "--made-up-flag 3 is not a flag that is known here" in plain.stdout
+
+
+def test_a_trace_is_written(tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    done = paceline("plan", "simulate", *LLAMA, "--trace", str(target), "--mtbf", "12", seconds=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert "goodput" in done.stdout
+    assert json.loads(target.read_text())["traceEvents"]

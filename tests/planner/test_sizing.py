@@ -1,0 +1,42 @@
+"""Sizing finds the fewest GPUs that meet the deadline, and its steps add up."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.config.load import resolve
+from paceline.costs.layers import training_flops_per_token
+from paceline.planner.machines import find_gpu, make_cluster
+from paceline.planner.sizing import size, with_batch
+
+
+def test_the_fewest_gpus_that_are_enough() -> None:
+    config = resolve({"model": {"preset": "llama3_8b"}, "train": {"seq_len": 8192, "global_batch_size": 512}}).config
+    card = find_gpu("H100-80")
+    found = size(
+        config,
+        lambda count: make_cluster(card, count, gpus_per_node=min(8, count))[0],
+        tokens=3e11,
+        days=30,
+        reserve=0.1,
+        gpus_per_node=8,
+    )
+    assert found.chosen is not None
+    assert found.days_of(found.chosen) <= 30
+    fewer = [one for count, one in found.tried if one is not None and count < found.chosen.gpus]
+    assert fewer
+    assert all(found.days_of(one) > 30 for one in fewer)
+    # the four steps by hand: tokens x FLOPs / (time x reserve x what a GPU does)
+    flops = training_flops_per_token(config.model, 8192) * 3e11
+    by_hand = flops / (found.days_of(found.chosen) * 86400 * 0.9) / (found.chosen.estimate.tflops_per_gpu * 1e12)
+    assert by_hand == pytest.approx(found.chosen.gpus, rel=1e-6)
+
+
+@pytest.mark.parametrize(("batch", "gpus"), [(1024, 384), (512, 96), (100, 64), (8, 320), (1024, 7 * 64)])
+def test_the_batch_is_made_to_fit(batch: int, gpus: int) -> None:
+    config = resolve({"model": {"preset": "llama3_8b"}, "train": {"global_batch_size": batch}}).config
+    made = with_batch(config, gpus).train.global_batch_size
+    odd = gpus // (gpus & -gpus)
+    assert made % odd == 0
+    assert made >= odd
+    assert abs(made - batch) <= max(0.5 * batch, odd)
