@@ -96,6 +96,11 @@ CHOICES = (
     Choice(name="fused weight gradients", sets=("parallel.fused_weight_gradients=true",)),
     Choice(name="expert kernels", sets=("parallel.expert_kernels=grouped",)),
     Choice(name="fp8", sets=("train.precision=fp8",)),
+    Choice(
+        name="fp8 experts",
+        sets=("train.fp8_experts=true",),
+        company=("train.precision=fp8", "parallel.expert_kernels=grouped"),
+    ),
     Choice(name="recompute selective", sets=("parallel.recompute=selective",)),
     Choice(name="recompute full", sets=("parallel.recompute=full",)),
     Choice(name="muon", sets=("optim.name=muon",)),

@@ -159,6 +159,14 @@ _FP8 = Option(
     layout=False,
 )
 
+_FP8_EXPERTS = Option(
+    name="`train.fp8_experts`",
+    key="train.fp8_experts",
+    on=lambda config: config.train.precision == "fp8" and config.train.fp8_experts,
+    off="train.fp8_experts = false",
+    layout=False,
+)
+
 EXCLUSIONS = (
     Exclusion(
         id="config.muon-tp",
@@ -217,6 +225,11 @@ EXCLUSIONS = (
         options=(_FP8, _SPLIT_BACKWARD),
         because="This schedule computes the gradients of weights apart from those of inputs, and an fp8 linear has one "
         "backward for both.",
+    ),
+    Exclusion(
+        id="config.fp8-experts-etp",
+        options=(_FP8_EXPERTS, _EXPERT_TENSOR),
+        because="The scales of an expert's rows are those of whole rows, and with etp each rank has a part of them.",
     ),
     Exclusion(
         id="config.fp8-offload",

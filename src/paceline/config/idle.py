@@ -96,6 +96,11 @@ OPTIONS = (
         because="the kernel is for tensors with one scale (train.fp8_scaling = 'tensorwise').",
     ),
     Idle(
+        keys=("train.fp8_experts",),
+        where=lambda asked: _fp8(asked) and (not asked.model.is_moe or asked.parallel.expert_kernels == "plain"),
+        because="there are no experts, or parallel.expert_kernels = 'plain' computes them in bf16.",
+    ),
+    Idle(
         keys=("train.fp8_skip_layers",),
         where=lambda asked: _fp8(asked) and _no_layer_in_fp8(asked),
         because="it names every layer; train.precision = 'bf16' is the same.",

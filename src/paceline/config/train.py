@@ -51,6 +51,9 @@ class TrainConfig(Section):
     fp8_cast_kernel: Literal["torch", "triton"] = "torch"
     """Who casts and transposes tensors that have one scale, on a GPU: operations of torch, which a compiled block fuses
     with what makes the tensor, or one Triton kernel."""
+    fp8_experts: bool = False
+    """With `parallel.expert_kernels` other than `plain`: also the products of experts, for outputs and for gradients of
+    activations, with scales of rows. Their weight gradients stay in bf16."""
     attention_kernel: Literal["auto", "reference", "sdpa", "flash4"] = "auto"
     """`auto` takes the fastest of torch that fits mask and device; `flash4` the package flash-attn-4 where it fits
     (Hopper, Blackwell); `reference` materialises the scores."""

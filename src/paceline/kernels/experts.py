@@ -32,6 +32,7 @@ from paceline.kernels.expert_fp8 import Fp8Matrices, Fp8Rows
 from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference
 from paceline.kernels.expert_rows import ActivationFunction
+from paceline.kernels.fp8_cast import E4M3
 
 Provider = Literal["torch", "triton"]
 
@@ -108,11 +109,7 @@ def fused_experts(
 
 def cast_matrices(up_EMFC: Tensor, down_ECF: Tensor) -> Fp8Matrices:
     """What `fused_experts` multiplies in fp8: to be made once for each change of the weights."""
-    up_EHC, down = up_EMFC.detach().flatten(1, 2), down_ECF.detach()
-    casts = _casts(up_EHC)
-    return Fp8Matrices(
-        *casts.cast_rows(up_EHC), *casts.cast_turned(up_EHC), *casts.cast_rows(down), *casts.cast_turned(down)
-    )
+    return Fp8Matrices(*torch.ops.paceline.experts_cast.default(up_EMFC.detach(), down_ECF.detach()))
 
 
 class _Experts(torch.autograd.Function):
@@ -184,6 +181,7 @@ library.define(
     "(Tensor grad, Tensor weights, Tensor hidden, Tensor order, Tensor place, Tensor ends, Tensor up, Tensor down,"
     " Tensor[] fp8, str function, str kernels) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+library.define(_PREFIX + "cast", f"(Tensor up, Tensor down) -> ({', '.join(['Tensor'] * 8)})")
 _OPERANDS = (
     "Tensor grad, Tensor x, Tensor order, Tensor place, Tensor ends, int top_k, bool grad_picked, bool x_picked,"
     " str kernels"
@@ -301,6 +299,21 @@ def _backward_fake(
         grad_NC.new_empty(A, F),
         grad_NC.new_empty(0 if picks else A, C),
     )
+
+
+@library.impl(_PREFIX + "cast", "default")
+def _cast(up_EMFC: Tensor, down_ECF: Tensor) -> tuple[Tensor, ...]:
+    up_EHC, casts = up_EMFC.flatten(1, 2), _casts(up_EMFC)
+    found = (casts.cast_rows(up_EHC), casts.cast_turned(up_EHC), casts.cast_rows(down_ECF), casts.cast_turned(down_ECF))
+    return tuple(tensor for rows in found for tensor in rows)
+
+
+@library.register_fake(_PREFIX + "cast")
+def _cast_fake(up_EMFC: Tensor, down_ECF: Tensor) -> tuple[Tensor, ...]:
+    E, C, F = down_ECF.shape
+    shapes = ((E, up_EMFC.shape[1] * F, C), (E, C, up_EMFC.shape[1] * F), (E, C, F), (E, F, C))
+    pairs = ((down_ECF.new_empty(s, dtype=E4M3), down_ECF.new_empty(s[:2], dtype=torch.float32)) for s in shapes)
+    return tuple(tensor for pair in pairs for tensor in pair)
 
 
 @library.impl(_PREFIX + "weight_gradient", "default")

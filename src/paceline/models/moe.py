@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.model import Activation, FeedForwardSpec, MoESpec
+from paceline.kernels.expert_fp8 import Fp8Matrices
 from paceline.kernels.expert_rows import ActivationFunction
-from paceline.kernels.experts import ExpertKernels, GradientSum, fused_experts
+from paceline.kernels.experts import ExpertKernels, GradientSum, cast_matrices, fused_experts
 from paceline.kernels.grouped_gemm import grouped_gemm
 from paceline.models.feed_forward import FeedForward, activation_function
 from paceline.models.router import Router, Routing
@@ -150,6 +151,10 @@ class Experts(nn.Module):
     """
 
     kernels: ExpertKernels | None = None
+    in_fp8: bool = False
+    """With kernels: products for outputs and for gradients of activations."""
+    fp8: Fp8Matrices | None = None
+    """The matrices as they are, cast, where somebody keeps them so; otherwise they are cast at each use."""
     up_sum: Tensor | None = None
     up_fresh: Tensor | None = None
     down_sum: Tensor | None = None
@@ -214,6 +219,9 @@ class Experts(nn.Module):
 
     def _fused(self, x_NC: Tensor, weights_NK: Tensor, chosen: Chosen) -> Tensor:
         assert self.kernels is not None and not self.why_not_fused()
+        fp8 = self.fp8
+        if self.in_fp8 and fp8 is None:
+            fp8 = cast_matrices(self.up_weight, self.down_weight)
         return fused_experts(
             x_NC,
             chosen.experts,
@@ -225,6 +233,7 @@ class Experts(nn.Module):
             kernels=self.kernels,
             up_sum=_sum_of(self.up_sum, self.up_fresh),
             down_sum=_sum_of(self.down_sum, self.down_fresh),
+            fp8=fp8,
         )
 
 

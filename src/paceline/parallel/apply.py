@@ -13,7 +13,7 @@ from paceline.parallel.accumulate import accumulate_products
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.context import shard_sequence
 from paceline.parallel.engine import Engine
-from paceline.parallel.expert.fuse import fuse_experts
+from paceline.parallel.expert.fuse import fuse_experts, put_experts_in_fp8
 from paceline.parallel.expert.shard import shard_experts
 from paceline.parallel.flat import FlatEngine
 from paceline.parallel.fsdp import FsdpEngine
@@ -67,12 +67,14 @@ def parallelize(
         shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
         shards |= shard_experts(stage, mesh, layout)
         shard_sequence(stage, mesh, config.cp_method)
-        in_fp8: list[torch.nn.Linear] = []
-        if precision == "fp8":  # inside what recomputes
-            flat = config.engine == "flat"
-            in_fp8 = use_fp8(stage, fp8 or Fp8Options(), fp8_weights, cached=flat, axis=mesh["tp"])
         if config.expert_kernels != "plain":
             fuse_experts(stage, config.expert_kernels, precision, device)
+        in_fp8: list[torch.nn.Linear] = []
+        if precision == "fp8":  # inside what recomputes
+            options, flat = fp8 or Fp8Options(), config.engine == "flat"
+            in_fp8 = use_fp8(stage, options, fp8_weights, cached=flat, axis=mesh["tp"])
+            if options.experts:
+                put_experts_in_fp8(stage, options, fp8_weights, cached=flat)
         if config.fused_weight_gradients:
             # last of all that changes layers: takes what is plain, or replaced by tp, whose products know places
             accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1, but=in_fp8)

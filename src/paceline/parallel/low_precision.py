@@ -2,7 +2,7 @@
 
 The model is changed from outside, as tensor parallelism does it: a sublayer's `project` and the forward of its last
 linear become products of `kernels/fp8.py`. Linears of blocks only: the head, embeddings, norms, attention itself,
-routers, experts (shared ones too) and multi-token prediction stay in bf16.
+routers, shared experts and multi-token prediction stay in bf16; so do experts, unless asked for (`expert/fuse.py`).
 
 Under tensor parallelism the products are those of `linear_fp8.py`, and scales are compared over its ranks.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class Fp8Options:
     kernel: CastKernel = "torch"
     skip_layers: tuple[int, ...] = ()
     skip_linears: tuple[str, ...] = ()
+    experts: bool = False
 
     @classmethod
     def of(cls, train: TrainConfig) -> Fp8Options:
@@ -60,6 +61,7 @@ class Fp8Options:
             kernel=train.fp8_cast_kernel,
             skip_layers=train.fp8_skip_layers,
             skip_linears=train.fp8_skip_linears,
+            experts=train.fp8_experts,
         )
 
 
@@ -95,18 +97,33 @@ class JoinedLinears:
         self.cached = cast_weights([linear.weight for linear in self.linears], self.scaling, self.kernel, self.cut)
 
 
+class Castable(Protocol):
+    """Weights of which there is an fp8 copy."""
+
+    @property
+    def cached(self) -> Sequence[tuple[Tensor, Tensor]] | None:
+        """Values and scales of each operand, if they have been cast."""
+        ...
+
+    def cast(self) -> None:
+        """Takes the weights as they are now."""
+        ...
+
+
 class Fp8Weights:
     """The fp8 copies of a rank's weights; see the head of this file for when they are made."""
 
     def __init__(self) -> None:
         self._stale: dict[nn.Module, bool] = {}
-        self._members: dict[nn.Module, list[JoinedLinears]] = {}
+        self._members: dict[nn.Module, list[Castable]] = {}
 
-    def keep(self, block: nn.Module, members: list[JoinedLinears]) -> None:
-        """From now on the block's forward finds these linears' weights cast."""
-        self._members[block], self._stale[block] = members, True
-        # not prepended: after the engine's hook, which waits for the block's new weights
-        block.register_forward_pre_hook(self._before_forward)
+    def keep(self, block: nn.Module, members: Sequence[Castable]) -> None:
+        """From now on the block's forward finds these weights cast, and those that it did."""
+        if block not in self._members:
+            # not prepended: after the engine's hook, which waits for the block's new weights
+            block.register_forward_pre_hook(self._before_forward)
+        self._members.setdefault(block, []).extend(members)
+        self._stale[block] = True
 
     def expire(self) -> None:
         """The weights are about to change."""

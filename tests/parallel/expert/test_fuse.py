@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch._dynamo.utils import counters
 from distributed import run
 from paceline.config.parallel import ParallelConfig
 from paceline.kernels import experts as kernels
+from paceline.kernels.expert_fp8 import Fp8Matrices
+from paceline.models.moe import Experts
 from paceline.parallel.accumulate import AccumulatingExperts
 from paceline.parallel.apply import parallelize
-from paceline.parallel.expert.fuse import fuse_experts
+from paceline.parallel.compile import compile_blocks
+from paceline.parallel.expert.fuse import fuse_experts, put_experts_in_fp8
+from paceline.parallel.low_precision import Fp8Options, Fp8Weights
 from paceline.parallel.mesh import ParallelMesh
-from tests.parallel.tiny import gradients_of_step, init, tiny_config, tiny_model
+from tests.parallel.tiny import batches, gradients_of_step, init, tiny_config, tiny_model, train
 from tests.parity.layouts import EXACT, layout, worst
 from tests.training.steps import run_jobs
 
@@ -61,6 +66,89 @@ def test_what_cannot_be_fused_stays_plain_and_says_why(caplog: pytest.LogCapture
     model = tiny_model(tiny_config(moe=True))
     fuse_experts(model, "triton", "bf16", CPU)
     assert all(layer.experts.kernels == kernels.TRITON for layer in model.moe_layers())
+
+
+# ---- fp8
+
+WIDE: dict[str, Any] = {"moe": True, "hidden_size": 32, "num_kv_heads": 1, "ffn_size": 48}
+
+
+def _losses(rank: int, world_size: int, precision: str, fp8: Fp8Options | None, **options: Any) -> list[float]:
+    config = tiny_config(**WIDE)
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"ffn_size": 16})})
+    parallel = ParallelConfig(expert_kernels="grouped", **options)
+    mesh = ParallelMesh(parallel, world_size=world_size, rank=rank, device_type="cpu")
+    made = parallelize(tiny_model(config), parallel, mesh, precision, CPU, fp8=fp8)
+    made.engine.materialize(init(config))
+    losses = train(made.engine, 4, dp_rank=rank, dp_size=world_size).losses
+    in_fp8 = [module for module in made.stages[0].modules() if isinstance(module, Experts) and module.in_fp8]
+    assert bool(in_fp8) == (fp8 is not None and fp8.experts)
+    for module in in_fp8:
+        assert (module.fp8 is not None) == (fp8 is not None and fp8.cached and options.get("zero", 1) < 2)
+    return losses
+
+
+def _fp8_training(rank: int, world_size: int) -> dict[str, list[float]]:
+    of = functools.partial(_losses, rank, world_size)
+    kept, anew = Fp8Options(experts=True), Fp8Options(experts=True, cached=False)
+    return {
+        "bf16": of("bf16", None),
+        "linears": of("fp8", Fp8Options()),
+        "kept": of("fp8", kept),
+        "cast anew": of("fp8", anew),
+        "recomputed": of("fp8", kept, recompute="full"),
+        "into buckets": of("fp8", kept, fused_weight_gradients=True),
+        "fsdp": of("fp8", kept, zero=2),
+    }
+
+
+def test_experts_train_in_fp8() -> None:
+    """The same numbers however casts are kept, new ones after each step; near bf16, and not bf16's."""
+    (found,) = run(_fp8_training, 1, timeout_seconds=400)
+    for name in ("cast anew", "recomputed"):
+        assert found[name] == found["kept"], name
+    # in buckets gradients of linears that are not in fp8 are not rounded; fsdp rounds its routers, after a step
+    assert found["into buckets"] == pytest.approx(found["kept"], abs=0.02)
+    assert found["fsdp"][0] == pytest.approx(found["kept"][0], abs=0.02)
+    assert found["kept"] != found["linears"] != found["bf16"]
+    # the same weights at first; later tokens near a tie go to other experts
+    assert found["kept"][0] == pytest.approx(found["bf16"][0], abs=0.02) and found["kept"][-1] < found["kept"][0]
+
+
+def test_the_copies_are_counted_and_expire() -> None:
+    config = tiny_config(**WIDE)
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"ffn_size": 16})})
+    model = tiny_model(config, device="cpu").bfloat16()
+    model.init_weights(0)
+    weights = Fp8Weights()
+    fuse_experts(model, "grouped", "fp8", CPU)
+    put_experts_in_fp8(model, Fp8Options(experts=True), weights, cached=True)
+    (layer,) = model.moe_layers()
+    tokens, _ = batches(0)
+    model(tokens)
+    first = layer.experts.fp8
+    assert first is not None
+    size = layer.experts.up_weight.numel() + layer.experts.down_weight.numel()
+    scales = sum(scale.nbytes for scale in first[1::2])
+    assert weights.nbytes == 2 * size + scales
+    with torch.no_grad():
+        layer.experts.up_weight.mul_(2.0)
+    model(tokens)
+    assert layer.experts.fp8 is first
+    weights.expire()
+    model(tokens)
+    second = layer.experts.fp8
+    assert second is not None and torch.equal(second.up_scale, 2 * first.up_scale)
+    # new casts need no new graph
+    torch._dynamo.reset()
+    counters.clear()
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = layer(x)[0]
+    compile_blocks([layer], backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(layer(x)[0], expected)
+        layer.experts.fp8 = Fp8Matrices(*(tensor.clone() for tensor in second))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def _compiled(rank: int, world_size: int, recompute: Any) -> dict[str, Any]:
