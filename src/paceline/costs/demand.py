@@ -11,6 +11,7 @@ arXiv:2205.05198, of sharded data parallelism arXiv:1910.02054, of pipelines arX
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -114,7 +115,8 @@ class Demand:
     params_fast: Number
     """Gathering of its parameters."""
     params_node: Number
-    dp_steps: Number
+    dp_tensors: Number
+    """Matrices whose parameters are gathered after an update, times the steps of a tree over the ranks."""
     sharded: Number
     """1: parameters are sharded (zero 3)."""
     zero: Number
@@ -382,6 +384,8 @@ def _recomputed(work: Workload, layer: _Layer) -> tuple[float, float, float, flo
         if not work.fused_attention:  # Megatron's selective: attention's core
             return 0.0, layer.attention_forward, 6.5 * layer.score_elements, 0.0
         return 0.0, 0.0, layer.elements_forward, 0.0
+    if "second_linear" in modules:  # torchtitan: every second product, and all that is cheap
+        return 0.5 * layer.gemm_forward, 0.0, layer.elements_forward, 0.5
     gemm = layer.mlp_gemm_forward + layer.expert_gemm_forward if modules & {"mlp", "moe"} else 0.0
     elements = layer.activation_elements if modules & {"mlp", "moe", "moe_act"} else 0.0
     elements += layer.elements_forward - layer.activation_elements if "layernorm" in modules else 0.0
@@ -514,7 +518,7 @@ def _data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[fl
         "grads_node": wires["node"],
         "params_fast": params["fast"],
         "params_node": params["node"],
-        "dp_steps": group.steps,
+        "dp_tensors": float(work.zero in (1, 2)) * 7 * fullest * math.log2(max(1, shards)),
         "sharded": float(sharded),
         "zero": float(work.zero > 0),
         "optimizer_bytes": 30.0 * updated * hbm,

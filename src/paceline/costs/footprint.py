@@ -152,7 +152,7 @@ def linear_bytes(
     full = in_flight if work.recompute != "full" else min(1.0, layers)
     inputs = hidden / along * in_flight if work.recompute == "full" else 0.0
     modules = set(work.recompute_modules)
-    cheap = work.recompute == "selective" and work.fused_attention and not modules
+    cheap = work.recompute == "selective" and work.fused_attention and modules <= {"second_linear"}
     ffn_bytes = width * tokens * ffn / work.tp * (1 if gated else 2 / 3)
     if modules & {"mlp", "moe"}:
         ffn_bytes *= 0.1

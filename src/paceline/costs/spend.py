@@ -114,9 +114,10 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
     bubble = (everything - worst) / d.interleaved + piped * 2 * (d.pipeline - 1) * send
     # what the last backward and the next forward can hide
     stage_forward, stage_backward = at * forward.total, at * backward.total
-    reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / p.network_efficiency
+    network = p.network_efficiency * p.data_network
+    reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / network
     reduce = reduce * _where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
-    gather = d.params_fast / p.nvlink_efficiency + d.params_node / p.network_efficiency
+    gather = d.params_fast / p.nvlink_efficiency + d.params_node / network + d.dp_tensors * p.tensor_gather_us * 1e-6
     once = _exposed(reduce, p.gradient_overlap * stage_backward) + _exposed(gather, p.parameter_overlap * stage_forward)
     always = m * (
         _exposed(gather + reduce, p.gradient_overlap * stage_backward)

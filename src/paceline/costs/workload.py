@@ -55,7 +55,8 @@ class Workload:
 
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ()
-    """What `selective` recomputes, where a framework names modules: core_attn, mlp, moe, moe_act, layernorm."""
+    """What `selective` recomputes, where a framework names modules: core_attn, mlp, moe, moe_act, layernorm; or
+    second_linear: every second product and all that is cheap (torchtitan)."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     compile: bool = False

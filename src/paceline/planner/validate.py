@@ -21,7 +21,7 @@ import numpy as np
 from paceline.costs.footprint import memory_by_stage
 from paceline.costs.profiles import Profile, find_profile
 from paceline.costs.step import fits, predict, rank_layers
-from paceline.planner.fitting import RECIPES, Array, Recipe, left_out
+from paceline.planner.fitting import RECIPES, LeftOut, Recipe, left_out
 from paceline.planner.published import NotScored, PublishedRun
 
 GIB = 2.0**30
@@ -154,7 +154,7 @@ def score(runs: Sequence[PublishedRun], profiles: Mapping[str, Profile] | None =
     return found
 
 
-def cross_validate(runs: Sequence[PublishedRun], *, steps: int = 900) -> tuple[list[Scored], list[Cell]]:
+def cross_validate(runs: Sequence[PublishedRun], *, steps: int = 1200) -> tuple[list[Scored], list[Cell]]:
     """Every run predicted by a profile that never saw its model; every cell by one that never saw the cell."""
     scored, cells = [], []
     for recipe in RECIPES:
@@ -189,7 +189,11 @@ def _most_loaded(run: PublishedRun, profile: Profile, reported: float) -> float:
 
 
 def _cell_of(run: PublishedRun) -> str:
-    return f"{run.source.key}|{run.model_name}|{run.cluster.gpus}|{run.cluster.gpu.name}|{run.workload.seq_len}"
+    work = run.workload
+    return (
+        "|".join(map(str, (run.source.key, run.model_name, run.cluster.gpus, run.cluster.gpu.name, work.seq_len)))
+        + f"|{work.precision}|{run.release}"
+    )
 
 
 def _cells(runs: Sequence[PublishedRun], profile: Profile, recipe: Recipe, steps: int) -> list[Cell]:
@@ -200,26 +204,26 @@ def _cells(runs: Sequence[PublishedRun], profile: Profile, recipe: Recipe, steps
     wanted = {name: rows for name, rows in by_cell.items() if len(rows) > 1 and _layouts(runs, rows) > 1}
     if not wanted:
         return []
-    predicted = _predict_cells(runs, wanted, profile, recipe, steps)
-    return [_regret(runs, rows, predicted) for rows in wanted.values()]
+    groups = [_cell_of(run) if _cell_of(run) in wanted else "" for run in runs]
+    found = left_out(runs, groups, profile, recipe, steps=max(200, steps // 2))
+    return [_regret(runs, rows, found, profile, judges_memory=bool(recipe.memory)) for rows in wanted.values()]
 
 
 def _layouts(runs: Sequence[PublishedRun], rows: Sequence[int]) -> int:
     return len({runs[row].workload for row in rows})
 
 
-def _predict_cells(
-    runs: Sequence[PublishedRun], wanted: Mapping[str, list[int]], profile: Profile, recipe: Recipe, steps: int
-) -> Array:
-    """Seconds of every run that lies in a wanted cell; each cell by a profile fitted on all rows outside of it."""
-    groups = [_cell_of(run) if _cell_of(run) in wanted else "" for run in runs]
-    return left_out(runs, groups, profile, recipe, steps=max(200, steps // 3)).seconds
-
-
-def _regret(runs: Sequence[PublishedRun], rows: Sequence[int], predicted: Array) -> Cell:
-    tokens = [runs[row].workload.tokens for row in rows]
-    measured = np.array([(runs[row].step_seconds or 0.0) / count for row, count in zip(rows, tokens, strict=True)])
-    expected = np.array([predicted[row] / count for row, count in zip(rows, tokens, strict=True)])
+def _regret(
+    runs: Sequence[PublishedRun], rows: Sequence[int], found: LeftOut, profile: Profile, *, judges_memory: bool
+) -> Cell:
+    """The first choice is the fastest predicted layout among those predicted to fit, as a planner's would be."""
+    tokens = np.array([runs[row].workload.tokens for row in rows])
+    measured = np.array([runs[row].step_seconds or 0.0 for row in rows]) / tokens
+    expected = found.seconds[list(rows)] / tokens
+    if judges_memory:
+        memory = [_most_loaded(runs[row], profile, float(found.memory_bytes[row])) for row in rows]
+        refused = np.array([not fits(size, runs[row].cluster, profile) for row, size in zip(rows, memory, strict=True)])
+        expected = np.where(refused, expected + expected.max(), expected)
     order = np.argsort(expected, kind="stable")
     first = runs[rows[0]]
     return Cell(
