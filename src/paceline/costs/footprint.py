@@ -103,6 +103,7 @@ class _Parameters:
     shard: float
     """Of which this rank keeps the optimizer's state."""
     largest_layer: float
+    head: float
 
 
 def _parameters(work: Workload, cluster: Cluster, layers: float, *, first: bool, last: bool) -> _Parameters:
@@ -119,6 +120,7 @@ def _parameters(work: Workload, cluster: Cluster, layers: float, *, first: bool,
         here=dense_here + experts_here,
         shard=dense_here / shards + experts_here / expert_shards,
         largest_layer=dense / work.tp + experts / (work.ep * work.etp),
+        head=head * last / work.tp,
     )
 
 
@@ -141,8 +143,8 @@ def linear_bytes(
     first, last = rank == 0, rank == work.pp - 1
     layers = layers_by_rank[rank]
     held = _parameters(work, cluster, layers, first=first, last=last)
-    states = _states(work, held, profile)
     micro_batches = work.micro_batches(cluster.gpus)
+    states = _states(work, held, profile, micro_batches)
     tokens = work.micro_batch_size * work.seq_len / work.cp
     heads, ffn, rows, _, gated = _widths(work.model)
     along = work.tp if work.sequence_parallel else 1
@@ -180,12 +182,17 @@ def linear_bytes(
     }
 
 
-def _states(work: Workload, held: _Parameters, profile: Profile) -> tuple[float, float, float, float]:
+def _states(
+    work: Workload, held: _Parameters, profile: Profile, micro_batches: int
+) -> tuple[float, float, float, float]:
     """Weights, gradients, optimizer, and what is gathered for a while."""
     width = 4.0 if work.precision == "fp32" else 2.0
     moments = {"adamw": 8.0, "adamw8bit": 2.06, "muon": 4.5}[work.optimizer]
     if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
-        gathered = width * (2 * held.largest_layer if work.zero == 3 else held.here) + 4.0 * held.largest_layer
+        unreduced = 4.0 * held.largest_layer
+        if profile.accumulates_whole and micro_batches > 1:
+            unreduced = (2.0 if work.reduce_bf16 else 4.0) * held.here
+        gathered = width * (2 * held.largest_layer + held.head if work.zero == 3 else held.here) + unreduced
         return 4.0 * held.shard, 4.0 * held.shard, moments * held.shard, gathered
     gradient = 2.0 if work.accumulate_bf16 else profile.gradient_bytes
     gradients = gradient * (held.shard if work.zero == 2 else held.here)
@@ -207,7 +214,7 @@ def memory_by_stage(
         units = linear_bytes(work, cluster, layers_by_rank, rank, profile)
         first, last = rank == 0, rank == work.pp - 1
         held = _parameters(work, cluster, layers_by_rank[rank], first=first, last=last)
-        weights, gradients, optimizer, gathered = _states(work, held, profile)
+        weights, gradients, optimizer, gathered = _states(work, held, profile, work.micro_batches(cluster.gpus))
         total = sum(getattr(profile, name) * units[name] for name in LINEAR)
         activations = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("kept_"))
         activations += units["states"] - weights - gradients - optimizer - gathered

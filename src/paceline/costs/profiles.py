@@ -102,6 +102,8 @@ class Profile:
     """Of a gradient as it is kept over a step."""
     keeps_eight_bits: bool = False
     """In fp8 and fp4 the inputs of linears are kept in 8 bits (Transformer Engine)."""
+    accumulates_whole: bool = False
+    """With zero 2 and 3 gradients are summed whole over micro-batches and reduced once a step, not for each."""
     shards_parameters: bool = False
     """Zero 2 is FSDP's: parameters are sharded too, and stay gathered over a step."""
     states: Number = 1.0
@@ -142,6 +144,7 @@ PACELINE = Profile(
     gradient_overlap=0.85,
     parameter_overlap=0.85,
     shards_parameters=True,
+    accumulates_whole=True,
     framework_gib=0.0,
     logit_bytes=10.0,
 )

@@ -119,10 +119,13 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
     reduce = reduce * _where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
     gather = d.params_fast / p.nvlink_efficiency + d.params_node / network + d.dp_tensors * p.tensor_gather_us * 1e-6
     once = _exposed(reduce, p.gradient_overlap * stage_backward) + _exposed(gather, p.parameter_overlap * stage_forward)
-    always = m * (
-        _exposed(gather + reduce, p.gradient_overlap * stage_backward)
-        + _exposed(gather, p.parameter_overlap * stage_forward)
-    )
+    hidden = p.gradient_overlap * stage_backward
+    backward_gather = _exposed(gather, hidden)
+    forward_gather = _exposed(gather, p.parameter_overlap * stage_forward)
+    if p.accumulates_whole:
+        always = m * (forward_gather + backward_gather) + _exposed(reduce, hidden)
+    else:
+        always = m * (forward_gather + _exposed(gather + reduce, hidden))
     dp = _where(d.sharded > 0, always, once)
     loss = _where(last_is_worst, 1.0, 0.0)
 

@@ -1,0 +1,81 @@
+"""Bytes by a profile's numbers: for Paceline, those of `costs/memory.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.config.load import resolve
+from paceline.costs.footprint import LINEAR, linear_bytes, memory_by_stage, micro_batches_held
+from paceline.costs.hardware import find_hardware
+from paceline.costs.memory import estimate_pipeline
+from paceline.costs.pipeline import peak_in_flight, schedule
+from paceline.costs.profiles import NANOTRON, PACELINE
+from paceline.costs.step import predict, rank_layers
+from paceline.costs.workload import Cluster, Workload
+
+GPU = find_hardware("H200 SXM")
+
+
+def cluster(gpus: int) -> Cluster:
+    assert GPU is not None
+    return Cluster(gpu=GPU, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpus", "parallel"),
+    [
+        ("llama3_8b", 8, {"zero": 1}),
+        ("llama3_8b", 8, {"zero": 3}),
+        ("llama3_8b", 8, {"tp": 4, "zero": 1}),
+        ("llama3_8b", 8, {"pp": 4, "zero": 1}),
+        ("llama3_8b", 8, {"recompute": "full"}),
+        ("llama3_8b", 8, {"recompute": "selective", "accumulate_dtype": "bf16"}),
+        ("llama3_1b", 4, {"cp": 2}),
+        ("qwen3_30b_a3b", 16, {"ep": 8}),
+    ],
+)
+def test_paceline_as_counted_exactly(preset: str, gpus: int, parallel: dict[str, object]) -> None:
+    """Within 8 % of the exact count of every stage."""
+    tables = {
+        "model": {"preset": preset},
+        "train": {"seq_len": 4096, "global_batch_size": 64},
+        "parallel": {"compile": True, **parallel},
+    }
+    config = getattr(resolve(tables), "config", None) or resolve(tables)
+    found = predict(config, cluster(gpus)).stages  # type: ignore[arg-type]
+    for stage, exact in zip(found, estimate_pipeline(config, gpus), strict=True):  # type: ignore[arg-type]
+        assert stage.total == pytest.approx(exact.total, rel=0.08)
+
+
+@pytest.mark.parametrize(("pp", "stages_per_rank"), [(4, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("micro_batches", [2, 8, 32])
+def test_micro_batches_held_are_those_of_the_schedule(pp: int, stages_per_rank: int, micro_batches: int) -> None:
+    if stages_per_rank > 1 and micro_batches % pp:
+        pytest.skip("uneven rounds hold a little less")
+    config = resolve({"model": {"preset": "llama3_8b"}})
+    work = Workload.of(getattr(config, "config", config))  # type: ignore[arg-type]
+    work = replace(work, pp=pp, stages_per_rank=stages_per_rank, schedule="")
+    for rank, actions in enumerate(schedule(work.schedule_name, pp, stages_per_rank, micro_batches)):
+        assert micro_batches_held(work, micro_batches, rank) * stages_per_rank == peak_in_flight(actions)
+
+
+def test_memory_is_linear_in_a_profiles_numbers() -> None:
+    config = resolve({"model": {"preset": "llama3_1b"}, "train": {"global_batch_size": 64}})
+    work = replace(Workload.of(getattr(config, "config", config)), tp=2, pp=2)  # type: ignore[arg-type]
+    layers = rank_layers(work, NANOTRON)
+    for rank, stage in enumerate(memory_by_stage(work, cluster(16), layers, NANOTRON)):
+        units = linear_bytes(work, cluster(16), layers, rank, NANOTRON)
+        assert stage.total == pytest.approx(sum(getattr(NANOTRON, name) * units[name] for name in LINEAR))
+
+
+def test_sharding_deals_out_states() -> None:
+    config = resolve({"model": {"preset": "llama3_1b"}, "train": {"global_batch_size": 64}})
+    work = Workload.of(getattr(config, "config", config))  # type: ignore[arg-type]
+    whole, sharded, parameters = (
+        predict(replace(work, zero=zero), cluster(8), PACELINE).stages[0] for zero in (0, 1, 3)
+    )
+    assert sharded.optimizer == pytest.approx(whole.optimizer / 8)
+    assert sharded.weights == whole.weights
+    assert parameters.weights == pytest.approx(whole.weights * 2 / 8)  # fp32 shards of bf16 weights

@@ -1,0 +1,84 @@
+"""Parts of a step: against schedules played out action by action, and in arrays as one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.config.model import ModelConfig
+from paceline.costs.demand import demand_of, stacked
+from paceline.costs.hardware import find_hardware
+from paceline.costs.pipeline import ActionSeconds, schedule, simulate
+from paceline.costs.profiles import PROFILES, Profile
+from paceline.costs.spend import seconds, spend
+from paceline.costs.workload import Cluster, Workload
+
+GPU = find_hardware("H100 SXM")
+MODEL = ModelConfig(num_layers=16, hidden_size=1024, num_heads=16, vocab_size=256, max_seq_len=2048)
+PLAIN = Profile(name="plain", title="", launch_us=0.0, micro_batch_ms=0.0, step_ms=0.0, send_exposed=0.0, send_us=0.0)
+
+
+def cluster(gpus: int) -> Cluster:
+    assert GPU is not None
+    return Cluster(gpu=GPU, gpus=gpus, fast_domain=1024)
+
+
+@pytest.mark.parametrize(("pp", "stages_per_rank", "micro_batches"), [(4, 1, 8), (4, 1, 4), (8, 1, 16), (4, 2, 8)])
+def test_the_closed_form_of_a_pipeline_is_its_simulation(pp: int, stages_per_rank: int, micro_batches: int) -> None:
+    work = Workload(
+        model=MODEL,
+        seq_len=2048,
+        micro_batch_size=1,
+        global_batch_size=micro_batches,
+        pp=pp,
+        stages_per_rank=stages_per_rank,
+    )
+    layers = [MODEL.num_layers / pp] * pp
+    # no optimizer, no head: only the work of stages
+    demand = replace(
+        demand_of(work, cluster(pp), layers),
+        **dict.fromkeys(("head_gemm", "head_memory", "optimizer_bytes", "accumulate", "pp_fast"), 0.0),
+    )
+    parts = spend(demand, PLAIN)
+    forward = demand.gemm_forward / PLAIN.gemm_efficiency + demand.attention_forward / PLAIN.attention_efficiency
+    forward += demand.memory_forward / PLAIN.hbm_efficiency
+    backward = demand.gemm_backward / PLAIN.gemm_efficiency + demand.attention_backward / PLAIN.attention_efficiency
+    backward += demand.memory_backward / PLAIN.hbm_efficiency
+    of_stage = MODEL.num_layers / pp / stages_per_rank
+    name = "interleaved_1f1b" if stages_per_rank > 1 else "1f1b"
+    timeline = simulate(
+        schedule(name, pp, stages_per_rank, micro_batches),
+        ActionSeconds(
+            forward=of_stage * forward, input_gradient=of_stage * backward / 2, weight_gradient=of_stage * backward / 2
+        ),
+    )
+    assert sum(parts.values()) == pytest.approx(timeline.makespan, rel=1e-9)
+    assert parts["bubble"] == pytest.approx(timeline.bubble * timeline.makespan, rel=1e-9)
+
+
+def test_a_slow_last_stage_decides() -> None:
+    """Stages of 4, 4, 4 and 4 layers, the last with a head as costly as two: as the simulation has it."""
+    work = Workload(model=MODEL, seq_len=2048, micro_batch_size=1, global_batch_size=16, pp=4)
+    demand = demand_of(work, cluster(4), [4.0] * 4)
+    zero = dict.fromkeys(("head_memory", "optimizer_bytes", "accumulate", "pp_fast"), 0.0)
+    layer = sum(spend(replace(demand, **zero, head_gemm=0.0, micro_batches=1, pipeline=1, layers=1, layers_inside=0.0,
+                              layers_last=1.0), PLAIN).values())  # fmt: skip
+    demand = replace(demand, **zero, head_gemm=2 * layer * PLAIN.gemm_efficiency)
+    timeline = simulate(
+        schedule("1f1b", 4, 1, 16),
+        ActionSeconds(forward=layer, input_gradient=layer, weight_gradient=layer, stage_scale=(4 / 3, 4 / 3, 4 / 3, 2)),
+    )
+    assert float(seconds(demand, PLAIN)) == pytest.approx(timeline.makespan, rel=1e-9)
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_arrays_give_what_single_layouts_give(profile: Profile) -> None:
+    base = Workload(model=MODEL, seq_len=2048, micro_batch_size=2, global_batch_size=64)
+    works = [replace(base, tp=tp, pp=pp, zero=zero) for tp in (1, 2) for pp in (1, 2) for zero in (0, 1, 3)]
+    demands = [demand_of(work, cluster(8), [MODEL.num_layers / work.pp] * work.pp) for work in works]
+    together = seconds(stacked(demands), profile)
+    alone = np.array([float(seconds(demand, profile)) for demand in demands])
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+    assert np.all(alone > 0)
