@@ -94,7 +94,13 @@ CHOICES = (
     Choice(name="bf16 sums", sets=("parallel.accumulate_dtype=bf16",)),
     Choice(name="compile", sets=("parallel.compile=true",)),
     Choice(name="fused weight gradients", sets=("parallel.fused_weight_gradients=true",)),
-    Choice(name="expert kernels", sets=("parallel.expert_kernels=grouped",)),
+    Choice(name="experts plain", sets=("parallel.expert_kernels=plain",)),
+    Choice(name="experts grouped", sets=("parallel.expert_kernels=grouped",)),
+    Choice(
+        name="experts all_gather",
+        sets=("parallel.expert_dispatch=all_gather",),
+        company=("parallel.ep=2", "parallel.expert_kernels=grouped"),
+    ),
     Choice(name="fp8", sets=("train.precision=fp8",)),
     Choice(
         name="fp8 experts",

@@ -28,6 +28,12 @@ CASES = {
     "config.accumulate-dtype": ("parallel.accumulate_dtype=bf16", "parallel.zero=2"),
     "config.offload-8bit": ("optim.name=adamw8bit", "parallel.offload=optimizer"),
     "config.fp8-split-backward": ("train.precision=fp8", "parallel.pipeline_schedule=zero_bubble", "parallel.pp=2"),
+    "config.gathered-plain-experts": (
+        "parallel.expert_dispatch=all_gather",
+        "parallel.ep=2",
+        "model.num_experts=4",
+        "model.top_k=2",
+    ),
     "config.fp8-experts-etp": (
         "train.precision=fp8",
         "train.fp8_experts=true",

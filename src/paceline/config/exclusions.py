@@ -159,6 +159,20 @@ _FP8 = Option(
     layout=False,
 )
 
+_ALL_GATHER = Option(
+    name='`parallel.expert_dispatch = "all_gather"`',
+    key="parallel.expert_dispatch",
+    on=lambda config: config.parallel.expert_dispatch == "all_gather" and config.model.is_moe,
+    off="parallel.expert_dispatch = 'all_to_all'",
+    layout=False,
+)
+_PLAIN_EXPERTS = Option(
+    name='`parallel.expert_kernels = "plain"`',
+    key="parallel.expert_kernels",
+    on=lambda config: config.parallel.expert_kernels == "plain",
+    off="parallel.expert_kernels = 'grouped'",
+    layout=False,
+)
 _FP8_EXPERTS = Option(
     name="`train.fp8_experts`",
     key="train.fp8_experts",
@@ -225,6 +239,11 @@ EXCLUSIONS = (
         options=(_FP8, _SPLIT_BACKWARD),
         because="This schedule computes the gradients of weights apart from those of inputs, and an fp8 linear has one "
         "backward for both.",
+    ),
+    Exclusion(
+        id="config.gathered-plain-experts",
+        options=(_ALL_GATHER, _PLAIN_EXPERTS),
+        because="Experts that are given all tokens have to pick their own, which only the kernels do.",
     ),
     Exclusion(
         id="config.fp8-experts-etp",

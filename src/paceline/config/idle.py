@@ -132,6 +132,11 @@ OPTIONS = (
         because="the model has no experts (model.num_experts = 0).",
     ),
     Idle(
+        keys=("parallel.expert_dispatch",),
+        where=lambda asked: asked.parallel.ep * asked.parallel.etp == 1,
+        because="all experts are on every rank (parallel.ep = 1).",
+    ),
+    Idle(
         keys=("parallel.expert_kernels",),
         where=lambda asked: not asked.model.is_moe,
         because="the model has no experts (model.num_experts = 0).",

@@ -57,6 +57,9 @@ class ParallelConfig(Section):
     """What computes the experts of a mixture: operations of torch; kernels of ours around torch's grouped products; or
     products of ours too, which pick an expert's tokens while they load. With `fused_weight_gradients` the last two add
     the experts' weight gradients to the buckets themselves."""
+    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """How tokens come to the experts of other ranks: each to its experts; or all to all ranks, for few ranks and many
+    experts a token, with `expert_kernels` other than `plain`: nothing waits for the number of rows."""
     recompute: RecomputeMode | tuple[RecomputeMode, ...] = "none"
     """What backward computes again instead of storing: `none`, `selective`, `full`, or one of these for each layer."""
     compile: bool = False

@@ -14,7 +14,7 @@ from paceline.parallel.compile import compile_blocks
 from paceline.parallel.context import shard_sequence
 from paceline.parallel.engine import Engine
 from paceline.parallel.expert.fuse import fuse_experts, put_experts_in_fp8
-from paceline.parallel.expert.shard import shard_experts
+from paceline.parallel.expert.shard import gather_tokens, shard_experts
 from paceline.parallel.flat import FlatEngine
 from paceline.parallel.fsdp import FsdpEngine
 from paceline.parallel.low_precision import Fp8Options, Fp8Weights, use_fp8
@@ -69,6 +69,8 @@ def parallelize(
         shard_sequence(stage, mesh, config.cp_method)
         if config.expert_kernels != "plain":
             fuse_experts(stage, config.expert_kernels, precision, device)
+            if config.expert_dispatch == "all_gather":
+                gather_tokens(stage, mesh)
         in_fp8: list[torch.nn.Linear] = []
         if precision == "fp8":  # inside what recomputes
             options, flat = fp8 or Fp8Options(), config.engine == "flat"

@@ -20,7 +20,7 @@ from paceline.models.moe import BlockExtras, MoE
 from paceline.models.transformer import Transformer
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.expert.fuse import fuse_experts
-from paceline.parallel.expert.shard import shard_experts
+from paceline.parallel.expert.shard import gather_tokens, shard_experts
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.sequence import SequenceLayout
 from paceline.parallel.shards import Shard
@@ -46,6 +46,8 @@ class Case:
     compiled: bool = False
     kernels: bool = False
     """The experts of the spread layer take rows as they come."""
+    gathered: bool = False
+    """From all ranks, and pick their own."""
 
 
 def _skip_first_expert(layer: MoE, x_BTC: Tensor) -> None:
@@ -144,6 +146,8 @@ def compare(case: Case, mesh: ParallelMesh) -> dict[str, float]:
     if case.kernels:
         fuse_experts(model, "grouped", "bf16", torch.device("cpu"))
         assert layer.experts.kernels is not None
+    if case.gathered:
+        gather_tokens(model, mesh)
     if case.compiled:
         compile_blocks([layer], backend="aot_eager")
     mesh.traffic.take()
@@ -198,7 +202,7 @@ def error(ours: Tensor, plain: Tensor) -> float:
     return float((ours - plain).norm() / scale) if scale else float(ours.norm())
 
 
-_DISPATCHES = (("ep", "all_to_all"), ("etp", "all_gather"))
+_DISPATCHES = (("ep", "all_to_all"), ("ep", "all_gather"), ("etp", "all_gather"))
 
 
 def _run(layer: MoE, x_BTC: Tensor, g_BTC: Tensor, case: Case) -> Side:

@@ -34,6 +34,8 @@ LAYOUTS = (
     ("moe", layout(2, "ep=2 fused_weight_gradients=true recompute=selective")),
     ("switch", layout(2, "ep=2 recompute=full")),
     ("moe", layout(2, "etp=2")),
+    ("moe", layout(2, "ep=2 expert_dispatch=all_gather fused_weight_gradients=true recompute=full")),
+    ("switch", layout(2, "tp=2 ep=2 expert_dispatch=all_gather")),
     ("moe", layout(2, "zero=3 ep=2")),
     ("moe", layout(2, "tp=2 ep=2 fused_weight_gradients=true")),
     ("switch", layout(2, "cp=2 ep=2")),

@@ -94,6 +94,21 @@ def test_experts_that_take_rows_as_they_come() -> None:
     judge(cases, 2)
 
 
+def test_experts_that_pick_theirs_of_all_tokens() -> None:
+    """As above, with every token on every rank: also in a compiled block, which is one graph."""
+    switch = SWITCH | {"model": SWITCH["model"] | {"mlp_bias": False}}
+    more: dict[str, Any] = {"kernels": True, "gathered": True}
+    layouts: list[dict[str, Any]] = [{"ep": 2}, {"etp": 2}, {"tp": 2, "ep": 2}]
+    cases = [Case(parallel=layout, **kind, **more) for layout in layouts for kind in (TOP2, switch, CAPACITY)]
+    cases += [
+        Case(parallel={"ep": 2}, change="nobody chooses the first half", **switch, **more),
+        Case(parallel={"ep": 2}, compiled=True, **CAPACITY, **more),
+    ]
+    assert all(numbers["rows"] for numbers in judge(cases, 2)[:-1])  # what is compiled is not counted
+    uneven: dict[str, Any] = {"model": {"num_experts": 5, "top_k": 3}, "routing": LOSSES | {"ffn_size": 7}}
+    judge([Case(parallel=layout, **uneven, **more) for layout in ({"ep": 4}, {"ep": 2, "etp": 2})], 4)
+
+
 def test_experts_without_tokens_and_ranks_without_rows() -> None:
     """Nobody chooses an expert, or any expert of a rank; or all tokens of a rank are sent away."""
     idle = [

@@ -13,6 +13,7 @@ from paceline.config.model import ModelConfig
 from paceline.costs.placement import CutAxis, copies, local_box, share
 from paceline.models.moe import MoE, TokenDispatcher
 from paceline.models.transformer import Transformer
+from paceline.parallel.expert.all_gather import AllGatherDispatcher
 from paceline.parallel.expert.all_to_all import AllToAllDispatcher
 from paceline.parallel.expert.sequence import CutSequences
 from paceline.parallel.mesh import ParallelMesh
@@ -51,6 +52,18 @@ def make_dispatcher(mesh: ParallelMesh, num_experts: int) -> TokenDispatcher:
     ep = mesh.size("ep")
     bounds = [share(num_experts, ep, index) for index in range(ep)]
     return AllToAllDispatcher(mesh["ep"], mesh["etp"], [stop - start for start, stop in bounds])
+
+
+def gather_tokens(stage: Transformer, mesh: ParallelMesh) -> None:
+    """Replaces the dispatchers of experts that take rows as they come (`parallel.expert_dispatch = "all_gather"`)."""
+    if mesh.size("ep") * mesh.size("etp") == 1:
+        return
+    for layer in stage.modules():
+        if isinstance(layer, MoE) and layer.experts.kernels is not None:
+            start, end = share(layer.router.weight.shape[0], mesh.size("ep"), mesh["ep"].index)
+            layer.dispatcher = AllGatherDispatcher(mesh["ep"], mesh["etp"], start, end)
+            # shapes are fixed: nothing speaks against compiling it
+            vars(layer).pop("run_experts", None)
 
 
 def _put_dispatcher(layer: MoE, mesh: ParallelMesh, dispatcher: TokenDispatcher) -> None:
