@@ -22,7 +22,7 @@ from paceline.kernels.cross_entropy import ChunkedHeadLoss, PlainHeadLoss
 from paceline.models.transformer import ModelOutput, Transformer
 from paceline.parallel.channels import communicators, sent_between_ranks
 from paceline.parallel.mesh import ParallelMesh
-from paceline.parallel.pipeline import Forwarded, Pipeline
+from paceline.parallel.pipeline import HOST_RUNS, Forwarded, Pipeline
 from paceline.parallel.recompute import recompute
 from paceline.parallel.stages import split_into_stages
 
@@ -296,6 +296,48 @@ def nan_case(rank: int, world_size: int) -> list[bool]:
 def test_a_loss_that_is_not_finite_makes_every_gradient_nan_on_all_ranks() -> None:
     for flags in run(nan_case, 2):
         assert flags and all(flags)
+
+
+def way_case(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
+    case = Case("untied", "1f1b", 1, 2)
+    config = ParallelConfig(pp=world_size)
+    mesh = ParallelMesh(config, world_size=world_size, rank=rank, device_type="cpu")
+    stages = split_into_stages(plain_model(case), config, mesh, cut_evenly(8, world_size))
+    engine = WatchingEngine(stages)
+    pipeline = Pipeline(stages, engine, mesh, config)  # type: ignore[arg-type]
+    found: list[bool] = []
+    begin = pipeline._links.begin
+
+    def watched(*args: Any, through_host: bool) -> Any:
+        found.append(through_host)
+        return begin(*args, through_host=through_host)
+
+    pipeline._links.begin = watched  # type: ignore[assignment]
+
+    def forward(stage: int, k: int, hidden: Tensor | None) -> Forwarded:
+        output = stages[stage](*batch(k), hidden=hidden)
+        return Forwarded(output.hidden, None)
+
+    for _ in range(HOST_RUNS + 2):
+        pipeline.evaluate(2, torch.Size((B, T, 16)), torch.float64, forward)
+    evaluated, found = found, []
+    for _ in range(HOST_RUNS + 2):
+        engine.lasts.clear()
+        pipeline.train(
+            2,
+            torch.Size((B, T, 16)),
+            torch.float64,
+            lambda stage, k, hidden: Forwarded(
+                (output := stages[stage](*batch(k), hidden=hidden)).hidden, loss_of(output, 2)
+            ),
+        )
+    return evaluated, found
+
+
+def test_the_first_runs_of_each_kind_go_through_the_host() -> None:
+    """While kernels are loaded no receive may spin on the device."""
+    expected = [True] * HOST_RUNS + [False] * 2
+    assert run(way_case, 2) == [(expected, expected)] * 2
 
 
 def test_no_rank_has_two_channels_on_one_communicator() -> None:

@@ -68,7 +68,8 @@ LAYOUTS = {
 COMPILED = ("zero1", "zero3", "tp2", "pp2 interleaved", "cp2 ring", "cp2 ulysses")
 OF_EXPERTS = ("ep2", "ep2 zero3", "etp2", "tp2 ep2")
 WITH_TIES = ("pp2", "pp2 zbv", "tp2", "zero3")
-STEPS = 3
+STEPS = 4
+"""Two more than those of a pipeline that go through the host."""
 LENGTH = 128
 EXACT = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4}
 """fp32. Loss: absolute, in nats. Norm: relative. Gradient: relative, of every tensor in the first step."""
@@ -204,6 +205,14 @@ def needs_cuda() -> None:
 def test_equals_one_gpu(model: str, precision: str) -> None:
     needs_cuda()
     assert not compare(model, precision, jobs_for(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("pp2")])
+def test_a_pipeline_in_processes_that_have_run_nothing(layout: str) -> None:
+    """Kernels are loaded while its messages are on their way."""
+    needs_cuda()
+    assert not compare("dense", "bf16", {layout: LAYOUTS[layout]})
 
 
 @pytest.mark.gpu

@@ -8,6 +8,11 @@ A communicator carries at most one channel of each rank, in one direction: on NC
 one after the other, and a receive that was posted early would hold up a send that its peer is waiting for. Four
 communicators are enough for a chain (six for a loop over an odd number of ranks), whatever its length.
 
+The first runs go through host memory. A receive that was posted early is a kernel that spins until its message comes;
+CUDA loads a kernel at its first use and may wait for the device to be idle before it does (CUDA's guide, "Lazy
+loading"), as compiling and tuning do. While a rank meets its kernels for the first time, nothing may spin on its
+device: the message that ends the spinning may be what the new kernel is needed for.
+
 How long a sent tensor is kept: until something arrives from the same rank that it can only have made after taking ours,
 or until the communicator says that it is gone. Neither ever waits for a rank that may be waiting for us.
 """
@@ -133,16 +138,24 @@ class Links:
         elif receiver == self._axis.index:
             _irecv(hello, self._axis.ranks[sender], group).wait()
 
-    def begin(self, sent: Sequence[Sent], shape: torch.Size, dtype: torch.dtype) -> Exchange:
-        """Opens the channels for one run through the action lists. All tensors have the same shape and dtype."""
-        return Exchange(self, sent, shape, dtype)
+    def begin(
+        self, sent: Sequence[Sent], shape: torch.Size, dtype: torch.dtype, *, through_host: bool = False
+    ) -> Exchange:
+        """Opens the channels for one run through the action lists. All tensors have the same shape and dtype.
+
+        Args:
+            through_host: the same on all ranks.
+        """
+        return Exchange(self, sent, shape, dtype, through_host=through_host)
 
     def isend(self, message: Message, tensor: Tensor, receiver: int) -> dist.Work:
         with self._span(f"pp/{message.way}/send", tensor.nbytes):
             return _isend(tensor, self._axis.ranks[receiver], self._group_to[receiver])
 
-    def irecv(self, message: Message, shape: torch.Size, dtype: torch.dtype, sender: int) -> tuple[dist.Work, Tensor]:
-        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+    def irecv(
+        self, message: Message, shape: torch.Size, dtype: torch.dtype, sender: int, device: torch.device
+    ) -> tuple[dist.Work, Tensor]:
+        buffer = torch.empty(shape, dtype=dtype, device=device)
         with self._span(f"pp/{message.way}/receive", buffer.nbytes):
             return _irecv(buffer, self._axis.ranks[sender], self._group_from[sender]), buffer
 
@@ -154,12 +167,19 @@ class Links:
     def index(self) -> int:
         return self._axis.index
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
 
 class Exchange:
     """The messages of one step on this rank."""
 
-    def __init__(self, links: Links, sent: Sequence[Sent], shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(
+        self, links: Links, sent: Sequence[Sent], shape: torch.Size, dtype: torch.dtype, *, through_host: bool
+    ) -> None:
         self._links, self._shape, self._dtype = links, shape, dtype
+        self._wire = torch.device("cpu") if through_host else links.device
         self._of: Mapping[Message, Sent] = {each.message: each for each in sent}
         self._expected: dict[int, deque[Message]] = {}
         for each in sent:
@@ -176,14 +196,15 @@ class Exchange:
         assert tensor.shape == self._shape and tensor.dtype == self._dtype, (
             f"{message} is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(self._shape)} {self._dtype}"
         )
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().contiguous().to(self._wire)
         waiting = self._outgoing.setdefault(receiver, deque())
         while waiting and waiting[0][1].is_completed():
             waiting.popleft()
         waiting.append((each.used_at, self._links.isend(message, tensor, receiver), tensor))
 
     def receive(self, message: Message) -> Tensor:
-        """Waits for a message (on a GPU: only its stream does), and posts a buffer for the one after it."""
+        """Waits for a message, and posts a buffer for the one after it. On a GPU its stream alone waits, unless the
+        message comes through the host."""
         each = self._of[message]
         sender = each.channel[0]
         while message not in self._posted:
@@ -193,7 +214,7 @@ class Exchange:
         self._release(sender, each.made_at)
         if not any(self._of[posted].channel[0] == sender for posted in self._posted):
             self._post_next(sender)
-        return tensor
+        return tensor.to(self._links.device)
 
     def finish(self) -> None:
         """After the last action: everything that was sent has been received."""
@@ -206,7 +227,7 @@ class Exchange:
     def _post_next(self, sender: int) -> None:
         if self._expected[sender]:
             message = self._expected[sender].popleft()
-            self._posted[message] = self._links.irecv(message, self._shape, self._dtype, sender)
+            self._posted[message] = self._links.irecv(message, self._shape, self._dtype, sender, self._wire)
 
     def _release(self, peer: int, made_at: int) -> None:
         """What ``peer`` used in actions before number ``made_at`` has left: the wait returns at once."""

@@ -35,6 +35,10 @@ from paceline.parallel.deferred import DeferredWeights, Product, deliver
 from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
 
+HOST_RUNS = 2
+"""Runs of each kind, training and evaluation, whose messages go through the host (see `channels`). The second one too:
+torch.compile may compile anew when gradients and optimizer have been there once."""
+
 
 class Forwarded(NamedTuple):
     """What the forward pass of a stage gives."""
@@ -67,6 +71,8 @@ class Pipeline:
         self._plans: dict[tuple[int, bool], _Plan] = {}
         channels = {each.channel for each in self._plan(2 * self._ranks, training=True).sent}
         self._links = Links(mesh, config, channels)
+        self._runs = {True: 0, False: 0}
+        """So far, training and not."""
         self.deferred = DeferredWeights()
         self.peak_in_flight = 0
         """Most (stage, micro-batch) pairs whose activations this rank held at a time in the last `train`."""
@@ -81,7 +87,7 @@ class Pipeline:
                 schedule; layers that recompute run again in backward without it.
         """
         plan = self._plan(micro_batches, training=True)
-        run = _Run(self, plan, self._links.begin(plan.sent, hidden_shape, dtype), forward)
+        run = self._begin(plan, hidden_shape, dtype, forward, training=True)
         for index, action in enumerate(plan.actions):
             stage = self._local[action.stage]
             with self._engine.accumulate(last=index == plan.last_of_stage[action.stage], stage=stage):
@@ -98,10 +104,17 @@ class Pipeline:
     def evaluate(self, micro_batches: int, hidden_shape: torch.Size, dtype: torch.dtype, forward: Forward) -> None:
         """Forward passes alone; nothing is kept of a micro-batch once it has gone on."""
         plan = self._plan(micro_batches, training=False)
-        run = _Run(self, plan, self._links.begin(plan.sent, hidden_shape, dtype), forward)
+        run = self._begin(plan, hidden_shape, dtype, forward, training=False)
         for action in plan.actions:
             run.forward_only(action)
         run.finish()
+
+    def _begin(
+        self, plan: _Plan, hidden_shape: torch.Size, dtype: torch.dtype, forward: Forward, *, training: bool
+    ) -> _Run:
+        through_host = self._runs[training] < HOST_RUNS
+        self._runs[training] += 1
+        return _Run(self, plan, self._links.begin(plan.sent, hidden_shape, dtype, through_host=through_host), forward)
 
     def _plan(self, micro_batches: int, *, training: bool) -> _Plan:
         key = (micro_batches, training)
