@@ -87,7 +87,7 @@ def ladder_jobs() -> list[Job]:
 _DATASET = ("data.train=data/demo-train", "data.valid=", "checkpoint.save_last=false", "checkpoint.interval=0")
 _TRAIN = (f"run.plugins=['{STEPS_PLUGIN}']", "observe.progress=lines", "observe.sample_prompts=[]")
 _8B, _1B = "recipes/llama3_8b.toml", "recipes/llama3_1b.toml"
-_FP8 = "train.precision=fp8"
+_FP8, _FLASH4 = "train.precision=fp8", "train.attention_kernel=flash4"
 
 
 def _train_job(part: str, name: str, recipe: str, processes: int, title: str, estimate: float, *more: str) -> Job:
@@ -140,11 +140,11 @@ def tune_jobs() -> list[Job]:
     tensor, top = "recipes/ladder/side_tensor.toml", "recipes/ladder/6_micro_batch.toml"
     any_engine = tuple(item for item in FUSED_ON if item.startswith("optim."))
     return [
-        job("8b_fused", "8b_bf16", _8B, "fused kernels", *FUSED_ON),
-        job("1b_fused", "1b_bf16", _1B, "fused kernels", *FUSED_ON),
-        job("8b_fp8_fused", "8b_fp8", _8B, "fused kernels", _FP8, *FUSED_ON),
         job("13b_fused", "13b_bf16", top, "fused optimizer", *any_engine),
-        job("8b_none", "8b_bf16", _8B, "fused kernels, nothing recomputed", "parallel.recompute=none", *FUSED_ON),
+        job("8b_none", "8b_bf16", _8B, "nothing recomputed", "parallel.recompute=none"),
+        job("8b_none_flash4", "8b_bf16", _8B, "the same, FlashAttention-4", "parallel.recompute=none", _FLASH4),
+        job("1b_flash4", "1b_bf16", _1B, "FlashAttention-4", _FLASH4),
+        job("8b_fp8_flash4", "8b_fp8", _8B, "FlashAttention-4", _FP8, _FLASH4),
         job("13b_tensor_fused", "13b_bf16", tensor, "tensor parallel, fused kernels", *FUSED_ON),
         job("8b_fp8_triton", "8b_fp8", _8B, "casts by one Triton kernel", _FP8, "train.fp8_cast_kernel=triton"),
         job(

@@ -305,10 +305,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 def test_a_mistyped_name_is_refused_with_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused(monkeypatch, "dense", "--only", "8b_bf61", "8b_fused") == 2
+    assert refused(monkeypatch, "dense", "--only", "8b_bf61", "8b_none") == 2
     said = capsys.readouterr().err
     assert "--only 8b_bf61: no such entry in dense; near it: 8b_bf16" in said and "naive" not in said
-    assert "--only 8b_fused: no such entry in dense, but in tune" in said
+    assert "--only 8b_none: no such entry in dense, but in tune" in said
     assert refused(monkeypatch, "ceilings", "--only", "xyz") == 2
     assert "near it: models" in capsys.readouterr().err
 
