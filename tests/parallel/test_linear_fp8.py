@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed import run
 from paceline.config.parallel import ParallelConfig
+from paceline.kernels.cross_entropy import ChunkedHeadLoss
 from paceline.kernels.fp8 import Cut, cast_weights, fp8_linears
 from paceline.kernels.fp8_cast import CastKernel, Scaling
+from paceline.kernels.fp8_head import Fp8Head
 from paceline.parallel.linear import Meeting
 from paceline.parallel.linear_fp8 import WidestOver, fp8_column_products, fp8_row_product
 from paceline.parallel.low_precision import _multiplies
 from paceline.parallel.mesh import ParallelMesh
+from paceline.parallel.vocabulary import Rows, vocabulary_head_loss
 
 CPU = torch.device("cpu")
 SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise") if _multiplies(CPU, "rowwise") else ("tensorwise",)
@@ -136,6 +140,38 @@ def test_products_are_those_of_one_process() -> None:
         else:
             # with scales of parts, small numbers are denormals for one process and not for a rank
             assert max(worst.values()) > 1e-3, (case, worst)
+
+
+def _head(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float, float]]:
+    """Relative errors of loss and both gradients, with the vocabulary cut over ranks."""
+    axis = ParallelMesh(ParallelConfig(tp=2), world_size=2, rank=rank, device_type="cpu")["tp"]
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(size, WIDTH, generator=generator) for size in (50, 64))
+    labels = torch.randint(64, (50,), generator=generator)
+    weight[:32] *= 2.0**4
+    start, stop = 32 * rank, 32 * (rank + 1)
+    found = []
+    for case in cases:
+        plain = ChunkedHeadLoss(chunk_tokens=21, fp8=Fp8Head(scaling=case.scaling, kernel=case.kernel))
+        over_ranks = vocabulary_head_loss(plain, Rows(axis=axis, start=start, stop=stop, sizes=(32, 32)))
+        results = []
+        for loss, rows in ((plain, weight), (over_ranks, weight[start:stop])):
+            leaves = _leaves(hidden, rows)
+            total, _ = loss(*leaves, labels, logit_softcap=30.0)
+            total.backward()
+            results.append((total.detach(), *(leaf.grad for leaf in leaves)))
+        (expected, expected_hidden, expected_weight), (total, partial, own) = results
+        dist.all_reduce(partial)
+        errors = (_apart(total, expected), _apart(partial, expected_hidden), _apart(own, expected_weight[start:stop]))
+        found.append(errors)
+    return found
+
+
+def test_the_head_s_loss_is_that_of_one_process() -> None:
+    """Gradients of logits come from sums over ranks: one that lies between two fp8 numbers may round elsewhere."""
+    for found in run(_head, 2, [case for case in CASES if not case.cached or case.kernel == "triton"]):
+        for loss, *gradients in found:
+            assert loss < 1e-6 and max(gradients) < 5e-3, found
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -21,6 +21,7 @@ from paceline.config.train import TrainConfig
 from paceline.costs.memory import estimate
 from paceline.data.batch import Batch
 from paceline.errors import ConfigError
+from paceline.kernels.cross_entropy import ChunkedHeadLoss
 from paceline.kernels.fp8 import fp8_linear_reference
 from paceline.models.transformer import Transformer
 from paceline.parallel import apply, low_precision
@@ -32,7 +33,7 @@ from paceline.parallel.recompute import recompute
 from paceline.parallel.tensor import shard_tensors
 from paceline.runtime.process import ProcessInfo
 from paceline.training.nonfinite import explain_nonfinite
-from paceline.training.setup import build_parts
+from paceline.training.setup import build_model, build_parts
 from tests.parallel.tiny import batches, fill, full_values, init, loss_of, plain, tiny_config, tiny_model, train
 from tests.training import steps
 from tests.training.steps import Job, config_of, part, run_jobs
@@ -422,6 +423,19 @@ def _compiled_over_tp(rank: int, world_size: int, cases: list[tuple[Any, Fp8Opti
 def test_one_graph_serves_all_layers_over_tp() -> None:
     for found in run(_compiled_over_tp, 2, [("selective", Fp8Options())]):
         assert found == [(0.0, 1)]
+
+
+def test_a_head_in_fp8_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Over tp too; one whose sizes do not fit stays as it was, and says so."""
+    fitting = (*FP8, "model.vocab_size=64", "model.ffn_size=64", "train.loss_chunk_tokens=16")
+    usual, alone = run(run_jobs, 1, [_job(*fitting), _job(*fitting, "train.fp8_head=true")])[0]
+    (cut,) = run(run_jobs, 2, [_job(*fitting, "train.fp8_head=true", "parallel.tp=2")])[0]
+    assert alone.losses == pytest.approx(usual.losses, rel=5e-3) and alone.losses != usual.losses
+    assert cut.losses == pytest.approx(alone.losses, rel=1e-3)
+    for sizes, fits in ((("model.vocab_size=96",), True), (("model.vocab_size=96", "parallel.tp=4"), False)):
+        loss = build_model(config_of(_job(*FP8, "train.fp8_head=true", *sizes))).head_loss
+        assert isinstance(loss, ChunkedHeadLoss) and (loss.fp8 is not None) == fits
+    assert "the head stays in bf16" in caplog.text and "24 is not a multiple of 16" in caplog.text
 
 
 def test_curves_follow_bf16_and_runs_repeat() -> None:

@@ -91,6 +91,11 @@ OPTIONS = (
         because="with parallel.zero 2 and 3 weights are gathered, and cast, for each use.",
     ),
     Idle(
+        keys=("train.fp8_head",),
+        where=lambda asked: _fp8(asked) and asked.config.train.loss_kernel == "plain",
+        because="only train.loss_kernel = 'chunked' has a head in fp8.",
+    ),
+    Idle(
         keys=("train.fp8_cast_kernel",),
         where=lambda asked: _fp8(asked) and asked.config.train.fp8_scaling == "rowwise",
         because="the kernel is for tensors with one scale (train.fp8_scaling = 'tensorwise').",

@@ -45,6 +45,9 @@ class TrainConfig(Section):
     """Layers that stay in bf16, by number; negative ones count from the end: `[0, -1]` is the first and the last."""
     fp8_skip_linears: Several[Fp8Linear] = ()
     """Linears that stay in bf16 in all layers: `["down_proj"]`."""
+    fp8_head: bool = False
+    """The head too, with `train.loss_kernel = "chunked"`: logits, which the loss is most sensitive to, and both
+    gradients."""
     fp8_weight_cache: bool = True
     """Keep fp8 weights over the micro-batches of a step (2 bytes an element more, zero 0 and 1); else cast at each
     use."""

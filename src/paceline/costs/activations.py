@@ -205,14 +205,16 @@ def logits_bytes(model: ModelConfig, train: TrainConfig, tokens: int, tp: int = 
 
     plain: 12 bytes a logit (in compute precision, in fp32, and the gradients of both; about what published runs show).
     chunked: for one slice logits and gradient in fp32 and the gradient in compute precision, and, until the backward
-    pass takes them, the gradients of hidden states and head.
+    pass takes them, the gradients of hidden states and head. With `train.fp8_head` also the slice's gradient in fp8,
+    both ways round, the same of the weights, and the gradient that a slice adds to that of the head.
     """
     vocab = _ceil(model.vocab_size, tp)
     if train.loss_kernel == "plain":
         return 12 * tokens * vocab
     width = compute_bytes(train)
-    per_logit = 8 + (width if width < 4 else 0)
-    kept = width * model.hidden_size * (vocab + tokens)
+    fp8 = 2 * (train.precision == "fp8" and train.fp8_head)
+    per_logit = 8 + (width if width < 4 else 0) + fp8
+    kept = width * model.hidden_size * (vocab + tokens) + (fp8 + width * bool(fp8)) * model.hidden_size * vocab
     return per_logit * min(train.loss_chunk_tokens, tokens) * vocab + kept
 
 

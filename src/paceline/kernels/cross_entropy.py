@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels.fp8_head import Fp8Head
 from paceline.kernels.precision import at_least_fp32, wide_dtype
 
 # the same value as data.batch.IGNORE_INDEX, which lies on a higher floor; tests/models compares them
@@ -52,12 +53,14 @@ class ChunkedHeadLoss:
     chunk_tokens: int = 2048
     compiled: bool = False
     """Fuse what lies between the matrix products with torch.compile."""
+    fp8: Fp8Head | None = None
+    """Multiply in fp8."""
 
     def __call__(
         self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         of_slice = compiled_slice_loss() if self.compiled else slice_loss
-        loss_sum = chunked_loss(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap, of_slice)
+        loss_sum = chunked_loss(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap, of_slice, self.fp8)
         return loss_sum, (labels_N != IGNORE_INDEX).sum()
 
 
@@ -81,10 +84,43 @@ def chunked_loss(
     chunk_tokens: int,
     logit_softcap: float,
     of_slice: SliceLoss,
+    fp8: Fp8Head | None = None,
 ) -> Tensor:
     """The sum of the losses that ``of_slice`` gives for the logits of ``chunk_tokens`` tokens at a time."""
-    loss_sum: Tensor = _ChunkedLoss.apply(hidden_NC, weight_VC, labels_N, chunk_tokens, logit_softcap, of_slice)
+    loss_sum: Tensor = _ChunkedLoss.apply(hidden_NC, weight_VC, labels_N, chunk_tokens, logit_softcap, of_slice, fp8)
     return loss_sum
+
+
+class HeadProducts(Protocol):
+    """The matrix products of a slice with one weight: those of its logits first, then those of its gradients."""
+
+    def logits(self, hidden_nC: Tensor) -> Tensor:
+        """[n, V] in the dtype of the hidden states."""
+        ...
+
+    def gradients(
+        self, grad_logits_nV: Tensor, hidden_nC: Tensor, grad_hidden_nC: Tensor | None, grad_weight_VC: Tensor | None
+    ) -> None:
+        """Writes the one, adds to the other; of what is asked for."""
+        ...
+
+
+class PlainHeadProducts:
+    """In the dtype of hidden states and weight."""
+
+    def __init__(self, weight_VC: Tensor) -> None:
+        self._weight_VC = weight_VC
+
+    def logits(self, hidden_nC: Tensor) -> Tensor:
+        return hidden_nC @ self._weight_VC.T
+
+    def gradients(
+        self, grad_logits_nV: Tensor, hidden_nC: Tensor, grad_hidden_nC: Tensor | None, grad_weight_VC: Tensor | None
+    ) -> None:
+        if grad_hidden_nC is not None:
+            torch.mm(grad_logits_nV, self._weight_VC, out=grad_hidden_nC)
+        if grad_weight_VC is not None:
+            grad_weight_VC.addmm_(grad_logits_nV.T, hidden_nC)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -97,24 +133,26 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         logit_softcap: float,
         of_slice: SliceLoss,
+        fp8: Fp8Head | None,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        products: HeadProducts = PlainHeadProducts(weight_VC)
+        if fp8 is not None:
+            products = fp8.products(weight_VC, wants_hidden=wants_hidden, wants_weight=wants_weight)
         grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
         grad_weight_VC = torch.zeros_like(weight_VC) if wants_weight else None
         loss_sum = torch.zeros((), dtype=wide_dtype(hidden_NC.dtype), device=hidden_NC.device)
         for start in range(0, hidden_NC.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits_nV = hidden_NC[part] @ weight_VC.T
+            logits_nV = products.logits(hidden_NC[part])
             loss, grad_logits_nV = of_slice(
                 logits_nV, labels_N[part], logit_softcap, with_gradient=wants_hidden or wants_weight
             )
             loss_sum += loss
             if grad_logits_nV is None:
                 continue
-            if grad_hidden_NC is not None:
-                torch.mm(grad_logits_nV, weight_VC, out=grad_hidden_NC[part])
-            if grad_weight_VC is not None:
-                grad_weight_VC.addmm_(grad_logits_nV.T, hidden_NC[part])
+            grad_hidden_nC = None if grad_hidden_NC is None else grad_hidden_NC[part]
+            products.gradients(grad_logits_nV, hidden_NC[part], grad_hidden_nC, grad_weight_VC)
         ctx.gradients = (grad_hidden_NC, grad_weight_VC)
         return loss_sum
 
@@ -128,7 +166,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for gradient in (grad_hidden_NC, grad_weight_VC):
             if gradient is not None:
                 gradient.mul_(grad_output)
-        return grad_hidden_NC, grad_weight_VC, None, None, None, None
+        return grad_hidden_NC, grad_weight_VC, None, None, None, None, None
 
 
 class SliceLoss(Protocol):

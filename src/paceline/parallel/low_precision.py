@@ -1,8 +1,9 @@
 """fp8 products in a plain model: which linears, and when their weights are cast.
 
 The model is changed from outside, as tensor parallelism does it: a sublayer's `project` and the forward of its last
-linear become products of `kernels/fp8.py`. Linears of blocks only: the head, embeddings, norms, attention itself,
-routers, shared experts and multi-token prediction stay in bf16; so do experts, unless asked for (`expert/fuse.py`).
+linear become products of `kernels/fp8.py`. Linears of blocks only: embeddings, norms, attention itself, routers,
+shared experts and multi-token prediction stay in bf16; so do experts (`expert/fuse.py`) and the head
+(`kernels/fp8_head.py`), unless asked for.
 
 Under tensor parallelism the products are those of `linear_fp8.py`, and scales are compared over its ranks.
 

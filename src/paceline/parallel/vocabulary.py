@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ from paceline.kernels.cross_entropy import (
     chunked_loss,
     soft_capped,
 )
+from paceline.kernels.fp8 import Cut
+from paceline.kernels.fp8_head import Fp8Head
 from paceline.kernels.precision import at_least_fp32
 from paceline.parallel.collectives import Axis, all_gather
+from paceline.parallel.linear_fp8 import WidestOver
 from paceline.parallel.regions import gather_replicated
 
 
@@ -65,7 +68,9 @@ def gather_logits(logits_BTR: Tensor, rows: Rows, name: str) -> Tensor:
 def vocabulary_head_loss(plain: HeadLoss, rows: Rows) -> HeadLoss:
     """The form of a loss of the plain model that works on a part of the vocabulary."""
     if isinstance(plain, ChunkedHeadLoss):
-        return VocabularyHeadLoss(rows=rows, chunk_tokens=plain.chunk_tokens, compiled=plain.compiled)
+        cut = Cut(over="outputs", widen=WidestOver(axis=rows.axis, name="tp/loss/scales"))
+        fp8 = None if plain.fp8 is None else replace(plain.fp8, cut=cut)
+        return VocabularyHeadLoss(rows=rows, chunk_tokens=plain.chunk_tokens, compiled=plain.compiled, fp8=fp8)
     assert isinstance(plain, PlainHeadLoss), f"no vocabulary-parallel form of {plain}"
     return VocabularyHeadLoss(rows=rows, chunk_tokens=0)
 
@@ -84,14 +89,16 @@ class VocabularyHeadLoss:
     """As in `ChunkedHeadLoss`; 0 = all at once, with the logits kept for the backward pass (`PlainHeadLoss`)."""
     compiled: bool = False
     """Fuse what lies between matrix products and the all-gather."""
+    fp8: Fp8Head | None = None
+    """Multiply in fp8, with scales compared over the ranks."""
 
     def __call__(
         self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         num_tokens = (labels_N != IGNORE_INDEX).sum()
         if self.chunk_tokens:
-            of_slice = self._of_slice
-            return chunked_loss(hidden_NC, weight_VC, labels_N, self.chunk_tokens, logit_softcap, of_slice), num_tokens
+            options = (self.chunk_tokens, logit_softcap, self._of_slice, self.fp8)
+            return chunked_loss(hidden_NC, weight_VC, labels_N, *options), num_tokens
         logits_NR = F.linear(hidden_NC, weight_VC)
         loss_sum: Tensor = _LossOfLogits.apply(logits_NR, labels_N, logit_softcap, self._of_slice)
         return loss_sum, num_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,9 +13,12 @@ from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import peak_tflops
 from paceline.costs.layers import training_flops_per_token
+from paceline.costs.low_precision import MULTIPLE
+from paceline.costs.placement import share
 from paceline.costs.stages import cut_stages
 from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import ChunkedHeadLoss, PlainHeadLoss
+from paceline.kernels.fp8_head import Fp8Head
 from paceline.models.init import WeightInit
 from paceline.models.transformer import Transformer
 from paceline.observe.experts import ExpertMeter
@@ -27,11 +31,14 @@ from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Pipeline
 from paceline.runtime.device import device_name, device_uuid, memory_stats
 from paceline.runtime.energy import EnergyCounter
+from paceline.runtime.log import log_once
 from paceline.runtime.process import ProcessInfo
 from paceline.tasks.pretrain import Pretrain
 from paceline.tasks.task import Task
 from paceline.training.staged import StagedTask
 from paceline.training.step import TrainStep
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +109,8 @@ def build_model(
 ) -> Transformer:
     """The plain model of the recipe, with the kernels that `[train]` names."""
     train = config.train
-    chunked = ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens, compiled=config.parallel.compile)
+    compiled, fp8 = config.parallel.compile, _fp8_head(config)
+    chunked = ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens, compiled=compiled, fp8=fp8)
     return Transformer(
         config.model,
         dtype=dtype,
@@ -110,6 +118,20 @@ def build_model(
         core=attention_core(train.attention_kernel),
         head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else chunked,
     )
+
+
+def _fp8_head(config: RunConfig) -> Fp8Head | None:
+    """How the head is multiplied in fp8; None if it is not. Of the plain model: tp tells it what it cuts."""
+    train, model, tp = config.train, config.model, config.parallel.tp
+    if train.precision != "fp8" or not train.fp8_head:
+        return None
+    rows = {stop - start for start, stop in (share(model.vocab_size, tp, index) for index in range(tp))}
+    odd = [size for size in (*rows, model.hidden_size) if size % MULTIPLE]
+    if not odd:
+        return Fp8Head(scaling=train.fp8_scaling, kernel=train.fp8_cast_kernel)
+    text = "the head stays in bf16: of its sizes (a rank's rows, hidden_size) %d is not a multiple of %d, as fp8 needs"
+    log_once(log, logging.WARNING, text, odd[0], MULTIPLE)
+    return None
 
 
 def build_task(config: RunConfig, registry: Registry) -> Task:
