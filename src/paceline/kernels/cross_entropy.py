@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.kernels.fp8_head import Fp8Head
 from paceline.kernels.precision import at_least_fp32, wide_dtype
+from paceline.kernels.scaling import scale_in_place
 
 # the same value as data.batch.IGNORE_INDEX, which lies on a higher floor; tests/models compares them
 IGNORE_INDEX = -100
@@ -165,7 +166,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.gradients = None
         for gradient in (grad_hidden_NC, grad_weight_VC):
             if gradient is not None:
-                gradient.mul_(grad_output)
+                scale_in_place(gradient, grad_output)
         return grad_hidden_NC, grad_weight_VC, None, None, None, None, None
 
 

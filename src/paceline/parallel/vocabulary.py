@@ -135,7 +135,8 @@ class _LossOfLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient_NR,) = ctx.saved_tensors
-        return (gradient_NR * grad_output).to(gradient_NR.dtype), None, None, None
+        # at least fp32: beside a tensor in bf16 a GPU would round the number to bf16
+        return (at_least_fp32(gradient_NR) * grad_output).to(gradient_NR.dtype), None, None, None
 
 
 def partial_statistics(logits_nR: Tensor, ids_n: Tensor, is_own_n: Tensor, logit_softcap: float) -> Tensor:
