@@ -35,13 +35,35 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "memory": (str(RECIPES / "gpt3_175b.toml"), "--gpu", "A100-80", "--explain-memory"),
     "fit": ("fit", "--model", "llama3_70b", "--gpu", "H100-80", "--tokens", "1T", "--days", "30"),
     "megatron": ("megatron", str(MEGATRON / "gpt3_175b_slurm.sh"), "--gpu", "A100-80"),
+    "validate": ("validate", "RUNS", "--framework", "paceline"),
     "simulate": ("simulate", str(RECIPES / "gpt3_175b.toml"), "--gpu", "A100-80", "--slow-rank", "70:1.2"),
 }
 
 
+def _runs(folder: Path) -> str:
+    """A table of three runs, one of which cannot be scored."""
+    columns = (
+        "id,model,layers,hidden,heads,ffn,vocab,seq,gpu,n_gpus,precision,tp,pp,dp,zero,mbs,gbs,step_time_s,mem_GiB"
+    )
+    whole = "m,16,2048,16,8192,32000,2048,H100-80,8,bf16,1,1,8,1,1,8,0.1,30"
+    file = folder / "runs.csv"
+    file.write_text(
+        "\n".join(
+            (
+                columns,
+                f"a,{whole}",
+                f"b,{whole.replace('0.1,30', '0.12,31')}",
+                f"c,{whole.replace('2048,16', '2048,', 1)}",
+            )
+        )
+    )
+    return str(file)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_verb_answers_in_seconds_without_torch(name: str, without_torch: str) -> None:
-    done = paceline("plan", *COMMANDS[name], seconds=PATIENCE, PYTHONPATH=f"{without_torch}:{ROOT / 'src'}")
+def test_every_verb_answers_in_seconds_without_torch(name: str, without_torch: str, tmp_path: Path) -> None:
+    arguments = [_runs(tmp_path) if argument == "RUNS" else argument for argument in COMMANDS[name]]
+    done = paceline("plan", *arguments, seconds=PATIENCE, PYTHONPATH=f"{without_torch}:{ROOT / 'src'}")
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -165,6 +187,28 @@ def test_flags_need_no_quotes() -> None:
     assert quoted.returncode == plain.returncode == 0, quoted.stderr + plain.stderr
     assert quoted.stdout == plain.stdout
     assert "--made-up-flag 3 is not a flag that is known here" in plain.stdout
+
+
+def test_runs_are_predicted_and_learned_from(tmp_path: Path) -> None:
+    runs, learned = _runs(tmp_path), tmp_path / "mine.toml"
+    plain = _json("validate", runs, "--framework", "paceline")
+    assert [one["id"] for one in plain] == ["a", "b"]
+    keys = {"predicted_step_seconds", "measured_step_seconds", "predicted_memory_gib", "measured_memory_gib"}
+    assert keys <= plain[0].keys()
+    done = paceline("plan", "calibrate", runs, "--out", str(learned), seconds=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    after = _json("validate", runs, "--framework", "paceline", "--calibration", str(learned))
+
+    def off(found: list[dict[str, float]]) -> float:
+        return sum(abs(one["predicted_step_seconds"] / one["measured_step_seconds"] - 1) for one in found)
+
+    assert off(after) < off(plain)
+    small = ("llama3_1b", "--gpus", "8", "--gpu", "H100-80", "--top", "1")
+    before, then = _json(*small)[0], _json(*small, "--calibration", str(learned))[0]
+    assert before["step_seconds"] != then["step_seconds"]
+    missing = paceline("plan", "validate", runs, seconds=PATIENCE)
+    assert missing.returncode == 2
+    assert "--framework" in missing.stderr
 
 
 def test_a_trace_is_written(tmp_path: Path) -> None:

@@ -53,6 +53,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one field of the recipe. May be repeated."),
 ]
+CalibrationFile = Annotated[
+    str, typer.Option("--calibration", help="Measured rates (`plan calibrate`); default: cluster.calibration.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -72,6 +75,7 @@ def layouts(
         typer.Option("--only", metavar="AXIS=VALUE", help="Hold an axis: tp=4, pp=2, zero=3, recompute=none ..."),
     ] = None,
     overrides: Overrides = None,
+    calibration: CalibrationFile = "",
     price: Annotated[float, typer.Option("--price", min=0, help="Dollars a GPU-hour, for the cost of the run.")] = 0.0,
     tokens: Annotated[str, typer.Option("--tokens", help="Tokens of the run (1T, 300B); default: the recipe's.")] = "",
     write: Annotated[str, typer.Option("--write", help="Write the first layout as a recipe to this file.")] = "",
@@ -85,7 +89,7 @@ def layouts(
     from paceline.cli.plan_layouts import Wanted, explain_memory_of, show_layouts
     from paceline.planner.request import make_request
 
-    request = make_request(recipe, overrides or (), gpus, gpu, nodes_of, interconnect)
+    request = make_request(recipe, overrides or (), gpus, gpu, nodes_of, interconnect, calibration)
     if explain_memory:
         explain_memory_of(request, as_json=as_json)
         return
@@ -117,6 +121,7 @@ def megatron(
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable that the script reads.")
     ] = None,
     write: Annotated[str, typer.Option("--write", help="Write it as a Paceline recipe to this file.")] = "",
+    calibration: CalibrationFile = "",
     as_json: Json = False,
 ) -> None:
     """Read a Megatron-LM command line: what it takes, reaches and leaves off.
@@ -137,6 +142,7 @@ def megatron(
         nodes_of=nodes_of,
         interconnect=interconnect,
         given=given,
+        calibration=calibration,
         write=write,
         as_json=as_json,
     )
@@ -156,6 +162,7 @@ def fit(
     ] = 0.05,
     price: Annotated[float, typer.Option("--price", min=0, help="Dollars a GPU-hour.")] = 0.0,
     overrides: Overrides = None,
+    calibration: CalibrationFile = "",
     as_json: Json = False,
 ) -> None:
     """How many GPUs does it take to train so many tokens in so many days?
@@ -171,6 +178,7 @@ def fit(
         days=days,
         batch_tokens=batch_tokens,
         overrides=overrides or (),
+        calibration=calibration,
         nodes_of=nodes_of,
         interconnect=interconnect,
         reserve=reserve,
@@ -204,6 +212,7 @@ def simulate(
     ] = 10.0,
     trace: Annotated[str, typer.Option("--trace", help="Write a Perfetto trace (JSON) to this file.")] = "",
     overrides: Overrides = None,
+    calibration: CalibrationFile = "",
     as_json: Json = False,
 ) -> None:
     """A step as a timeline of one pipeline's ranks; slow parts; failures.
@@ -216,7 +225,7 @@ def simulate(
     from paceline.planner.request import make_request
 
     show_simulation(
-        make_request(recipe, overrides or (), gpus, gpu, nodes_of, interconnect),
+        make_request(recipe, overrides or (), gpus, gpu, nodes_of, interconnect, calibration),
         slow_ranks=slow_rank or (),
         slow_links=slow_link or (),
         failures=Failures(
@@ -228,3 +237,42 @@ def simulate(
         trace=trace,
         as_json=as_json,
     )
+
+
+@app.command("validate", no_args_is_help=True)
+def validate(
+    runs: Annotated[list[str], typer.Argument(help="CSV files of measured runs, or run folders.")],
+    calibration: Annotated[
+        str, typer.Option("--calibration", "--calibrate", help="Measured rates to predict with (`plan calibrate`).")
+    ] = "",
+    framework: Annotated[
+        str, typer.Option("--framework", help="Whose runs, where ids do not tell: paceline, megatron, torchtitan ...")
+    ] = "",
+    left_out: Annotated[
+        bool, typer.Option("--left-out", help="Predict each row by a profile fitted without its model (a minute).")
+    ] = False,
+    worst: Annotated[int, typer.Option("--worst", min=0, help="How many of the worst rows to list.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Predict measured runs, and say how far off the predictions are.
+
+    paceline plan validate my_runs.csv --framework megatron
+    """
+    from paceline.cli.plan_validate import show_validation
+
+    show_validation(runs, calibration=calibration, framework=framework, left_out=left_out, as_json=as_json, worst=worst)
+
+
+@app.command("calibrate", no_args_is_help=True)
+def calibrate(
+    runs: Annotated[list[str], typer.Argument(help="Run folders, or CSV files of measured runs.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The file to write.")] = "calibration.toml",
+    framework: Annotated[str, typer.Option("--framework", help="Whose runs a CSV file holds.")] = "paceline",
+) -> None:
+    """Learn this cluster's rates from measured runs, into a file for --calibration.
+
+    paceline plan calibrate runs/first runs/second --out my_cluster.toml
+    """
+    from paceline.cli.plan_validate import show_calibration
+
+    show_calibration(runs, out=out, framework=framework)

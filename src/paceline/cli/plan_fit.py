@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.rank import Candidate
 from paceline.planner.reasons import layout_text
-from paceline.planner.request import count_of, load
+from paceline.planner.request import calibrated, count_of, load
 from paceline.planner.sizing import Sizing, size
 from paceline.report import units
 from paceline.report.console import make_console, print_table
@@ -30,6 +30,7 @@ def show_fit(
     days: float,
     batch_tokens: str,
     overrides: Sequence[str],
+    calibration: str,
     nodes_of: int,
     interconnect: str,
     reserve: float,
@@ -62,6 +63,7 @@ def show_fit(
         days=days,
         reserve=reserve,
         gpus_per_node=per_node,
+        profile=calibrated("paceline", calibration or config.cluster.calibration),
     )
     if as_json:
         typer.echo(json.dumps(_as_dict(sized, price), indent=1))

@@ -58,13 +58,13 @@ def show_layouts(request: Request, wanted: Wanted) -> None:
             f"{wanted.write} exists", evidence="--write makes a new recipe.", next_step="Give another name, or move it."
         )
     config, cluster = request.config, request.cluster
-    ranking = rank_counts(config, cluster, objective=objective, only=only)
+    ranking = rank_counts(config, cluster, objective=objective, profile=request.profile, only=only)
     if not ranking.predicted and not ranking.space.too_large:
         refuse_held(config, only, cluster)
     if wanted.as_json:
         shown = [*ranking.fitting, *ranking.too_large][: wanted.top] if not ranking.fitting else ranking.fitting
         typer.echo(json.dumps([found.as_dict() for found in shown[: wanted.top]], indent=1))
-    why = None if wanted.as_json and not wanted.html else reasons(ranking, cluster)
+    why = None if wanted.as_json and not wanted.html else reasons(ranking, cluster, request.profile)
     if not wanted.as_json:
         assert why is not None
         _print(make_console(), request, ranking, why, wanted)
@@ -104,7 +104,7 @@ def _own(request: Request, best: Candidate) -> list[str]:
     if request.is_preset:
         return []
     try:
-        own = estimate_config(request.config, request.cluster)
+        own = estimate_config(request.config, request.cluster, request.profile)
     except ConfigError as problem:
         return [f"The recipe's own layout cannot run on {request.cluster.gpus} GPUs: {problem.subject}."]
     text = layout_text(own.config, than=best.config)
@@ -281,7 +281,7 @@ def explain_memory_of(request: Request, *, as_json: bool) -> None:
     """
     config, cluster = request.config, request.cluster
     refuse_errors(check(config, request.recipe.registry, cluster.gpus))
-    found = estimate_config(config, cluster)
+    found = estimate_config(config, cluster, request.profile)
     if as_json:
         typer.echo(json.dumps([_as_dict(rank, stage) for rank, stage in enumerate(found.estimate.stages)], indent=1))
         return

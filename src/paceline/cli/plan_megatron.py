@@ -15,7 +15,6 @@ from rich.text import Text
 from paceline.config.check import refuse_errors
 from paceline.config.load import dump_recipe
 from paceline.costs.layers import count_parameters
-from paceline.costs.profiles import MEGATRON
 from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.errors import ConfigError
@@ -25,6 +24,7 @@ from paceline.planner.megatron_advice import advice
 from paceline.planner.megatron_better import Better, best_layout, same_layout
 from paceline.planner.megatron_conflicts import conflicts
 from paceline.planner.megatron_flags import PASSIVE
+from paceline.planner.request import calibrated
 from paceline.report import units
 from paceline.report.console import make_console, print_findings, print_table
 from paceline.report.finding import Finding
@@ -60,6 +60,7 @@ def show_megatron(
     nodes_of: int,
     interconnect: str,
     given: Mapping[str, str],
+    calibration: str,
     write: str,
     as_json: bool,
 ) -> None:
@@ -85,9 +86,10 @@ def show_megatron(
             print_findings(console, found)
             console.print()
         refuse_errors(found)
-    found = [*found, *advice(run, cluster, MEGATRON)]
-    estimate = predict(run.work, cluster, MEGATRON)
-    same, best = same_layout(run, cluster), best_layout(run, cluster)
+    profile = calibrated("megatron", calibration)
+    found = [*found, *advice(run, cluster, profile)]
+    estimate = predict(run.work, cluster, profile)
+    same, best = same_layout(run, cluster, profile), best_layout(run, cluster, profile)
     if as_json:
         typer.echo(json.dumps(_as_dict(run, estimate, found, same, best), indent=1))
     else:

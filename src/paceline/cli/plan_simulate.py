@@ -51,7 +51,7 @@ def show_simulation(
     """
     config, cluster = request.config, request.cluster
     if request.is_preset:
-        ranked = rank(config, cluster)
+        ranked = rank(config, cluster, profile=request.profile)
         if not ranked.fitting:
             raise ConfigError(
                 f"{request.name} fits {cluster.name} in no layout",
@@ -60,7 +60,7 @@ def show_simulation(
         found = ranked.fitting[0]
     else:
         refuse_errors(check(config, request.recipe.registry, cluster.gpus))
-        found = estimate_config(config, cluster)
+        found = estimate_config(config, cluster, request.profile)
     slow, told = slow_parts(found.config, cluster.gpus, slow_ranks, slow_links)
     plain = timeline(found.config, found.estimate)
     shown = timeline(found.config, found.estimate, slow) if told else plain

@@ -29,7 +29,7 @@ from paceline.config.schedules import few_micro_batches
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 
-UNREAD = (("cluster", "calibration"),)
+UNREAD: tuple[tuple[str, str], ...] = ()
 """Fields of the schema that belong to parts which are not there yet; anything but the default is refused."""
 
 MAX_RANKS = 2**20

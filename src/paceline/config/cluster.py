@@ -21,7 +21,7 @@ class ClusterConfig(Section):
     gpu: str = ""
     """Hardware name of the table in `costs/hardware.py`, for planning; empty = the devices that are there."""
     calibration: str = ""
-    """A file of measured rates that replaces the table's."""
+    """A file of measured rates for `paceline plan`, made by `paceline plan calibrate`."""
     check_host_memory: bool = True
     """Refuse to start processes whose estimate is larger than the memory of their host; false warns only."""
     timeout_seconds: int = Field(1800, ge=1, le=10_000_000)

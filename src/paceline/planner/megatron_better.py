@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paceline.costs.profiles import MEGATRON
+from paceline.costs.profiles import MEGATRON, Profile
 from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.planner.megatron import MegatronRun, padded_model
@@ -39,16 +39,16 @@ class Better:
         return " \\\n".join(lines)
 
 
-def same_layout(run: MegatronRun, cluster: Cluster) -> Better:
+def same_layout(run: MegatronRun, cluster: Cluster, profile: Profile = MEGATRON) -> Better:
     """The layout as it is, with what the flags leave off."""
-    return _better(run, cluster, {}, run.work)
+    return _better(run, cluster, {}, run.work, profile)
 
 
-def best_layout(run: MegatronRun, cluster: Cluster) -> Better | None:
+def best_layout(run: MegatronRun, cluster: Cluster, profile: Profile = MEGATRON) -> Better | None:
     """The fastest layout that Megatron-LM can run and that fits; None if there is none."""
     if not run.layout.global_batch_size:
         return None
-    for candidate in _candidates(run, cluster):
+    for candidate in _candidates(run, cluster, profile):
         parallel, train = candidate.config.parallel, candidate.config.train
         layers = candidate.config.model.num_layers
         assert isinstance(parallel.recompute, str)
@@ -87,20 +87,20 @@ def best_layout(run: MegatronRun, cluster: Cluster) -> Better | None:
             recompute=parallel.recompute,
             recompute_modules=(),
         )
-        better = _better(run, cluster, changes, work)
+        better = _better(run, cluster, changes, work, profile)
         if better.estimate.fits:
             return better
     return None
 
 
-def _candidates(run: MegatronRun, cluster: Cluster) -> Iterator[Candidate]:
+def _candidates(run: MegatronRun, cluster: Cluster, profile: Profile) -> Iterator[Candidate]:
     """Layouts of the recipe that Megatron's schedules and even stages admit, the fastest first."""
     parallel = run.config.parallel.model_copy(
         update={"etp": 1, "zero": 1, "fused_weight_gradients": True, "pipeline_layout": (), "compile": False}
     )
     train = run.config.train.model_copy(update={"loss_kernel": "plain"})
     config = run.config.model_copy(update={"parallel": parallel, "train": train})
-    found = rank(config, cluster, profile=MEGATRON, only={"zero": 1}, offload=False)
+    found = rank(config, cluster, profile=profile, only={"zero": 1}, offload=False)
     for candidate in found.fitting:
         chosen, layers = candidate.config.parallel, config.model.num_layers
         if chosen.pipeline_schedule not in ("1f1b", "interleaved_1f1b") or layers % chosen.stages:
@@ -155,7 +155,7 @@ def _left_off(run: MegatronRun, work: Workload) -> Changes:
     return {name: value for name, value in changes.items() if flags.given.get(name) != value}
 
 
-def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload) -> Better:
+def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload, profile: Profile) -> Better:
     changes = _left_off(run, work) | layout
     given = dict(run.flags.given)
     told = []
@@ -191,7 +191,7 @@ def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload)
         flags=words,
         changes=tuple(told),
         environment=connections | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        estimate=predict(work, cluster, MEGATRON),
+        estimate=predict(work, cluster, profile),
         work=work,
     )
 

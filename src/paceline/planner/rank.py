@@ -199,17 +199,20 @@ class _Search:
             self._variants(of)
 
     def _probes(self, of: Degrees) -> Iterator[Candidate]:
-        """The smallest micro-batch and one of four, in the schedule with the least idle time."""
+        """The smallest micro-batch, four and sixteen, until one does not fit, in the schedule with the least idle
+        time."""
         wanted = self._schedules(of)
         sizes = micro_batch_sizes(self.space, of)
         if not wanted or not sizes:
             return
-        middle = max(size for size in sizes if size <= max(4, sizes[0]))
         name, stages = max(wanted, key=lambda entry: (entry[0] == "interleaved_1f1b", entry[1]))
-        for micro in dict.fromkeys((sizes[0], middle)):
+        steps = (max(size for size in sizes if size <= max(limit, sizes[0])) for limit in (1, 4, 16))
+        for micro in dict.fromkeys(steps):
             found = self._recomputed(of, micro, name, stages)
             if found is not None:
                 yield found
+            if found is None or not found.estimate.fits:
+                return
 
     def _schedules(self, of: Degrees) -> list[tuple[str, int]]:
         only = self.space.only

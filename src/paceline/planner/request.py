@@ -17,8 +17,10 @@ from paceline.config.presets import preset_names
 from paceline.config.refusals import others, refusals
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import hardware_names
+from paceline.costs.profiles import PACELINE, Profile, find_profile
 from paceline.costs.workload import Cluster
 from paceline.errors import ConfigError
+from paceline.planner.calibration import read_calibration
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.space import DEGREES, VARIANTS, Only
 
@@ -42,6 +44,7 @@ class Request:
     cluster: Cluster
     network: str
     """What was taken for the network, as a sentence."""
+    profile: Profile = PACELINE
     notes: tuple[str, ...] = ()
 
     @property
@@ -56,9 +59,18 @@ class Request:
 
 
 def make_request(
-    name: str, overrides: Sequence[str], gpus: int | None, gpu: str, nodes_of: int, interconnect: str
+    name: str,
+    overrides: Sequence[str],
+    gpus: int | None,
+    gpu: str,
+    nodes_of: int,
+    interconnect: str,
+    calibration: str = "",
 ) -> Request:
     """Reads the recipe and finds the machines.
+
+    Args:
+        calibration: a file of measured rates; empty = `cluster.calibration`.
 
     Raises:
         ConfigError: something is not known, or nothing could ever run as it is.
@@ -77,8 +89,14 @@ def make_request(
         is_preset=is_preset,
         cluster=cluster,
         network=network,
+        profile=calibrated("paceline", calibration or config.cluster.calibration),
         notes=notes,
     )
+
+
+def calibrated(name: str, path: str) -> Profile:
+    """The profile of a framework, with the numbers of a calibration file where one is given."""
+    return read_calibration(path).get(name, find_profile(name)) if path else find_profile(name)
 
 
 def find_cluster(

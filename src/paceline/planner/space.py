@@ -20,7 +20,7 @@ from paceline.config.run import RunConfig
 from paceline.costs.workload import Cluster
 from paceline.planner.rough import Degrees, Rough
 
-PROBED = 500
+PROBED = 400
 """Degrees that are predicted at all, with a few variants each."""
 SHORTEST_PART = 1024
 """Tokens of a sequence that a context-parallel rank has at least; with fewer there is nothing to win."""

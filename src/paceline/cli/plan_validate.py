@@ -1,0 +1,200 @@
+"""`paceline plan validate` and `plan calibrate`: predictions beside measured runs, and what to learn from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from paceline.costs.profiles import Profile, find_profile
+from paceline.errors import ConfigError
+from paceline.planner.calibration import calibrate, calibration_text, read_calibration, read_measured
+from paceline.planner.published import NotScored, PublishedRun
+from paceline.planner.validate import Errors, SourceReport, cross_validate, report, score
+from paceline.report import units
+from paceline.report.console import make_console, print_table
+from paceline.report.table import Table, table
+
+
+def show_validation(
+    paths: Sequence[str], *, calibration: str, framework: str, left_out: bool, as_json: bool, worst: int
+) -> None:
+    """Predicts every row that can be predicted, and lists the others by reason.
+
+    Raises:
+        ConfigError: a file is missing, or no row can be scored.
+    """
+    if framework:
+        find_profile(framework)
+    runs, skipped = read_measured(paths, framework)
+    if not runs:
+        reasons = sorted({one.reason for one in skipped})
+        raise ConfigError(
+            "no row can be scored",
+            evidence=f"{len(skipped)} rows; {'; '.join(reasons[:5])}.",
+            next_step="Rows need model, layout and a time; for a table of your own say --framework paceline.",
+        )
+    profiles: Mapping[str, Profile] = read_calibration(calibration) if calibration else {}
+    if left_out:
+        scored, cells = cross_validate(runs)
+        whole = {one.run.id for one in scored}
+        scored += score([run for run in runs if run.id not in whole], profiles)
+    else:
+        scored, cells = score(runs, profiles), []
+    if as_json:
+        typer.echo(json.dumps([one.as_dict() for one in scored], indent=1))
+        return
+    console = make_console()
+    found = report(scored, cells, skipped)
+    print_table(console, _errors_table(found, left_out))
+    for shown in (_fits_table(found), _regret_table(found), _skipped_table(skipped), _worst_table(found, worst)):
+        if shown.rows:
+            console.print()
+            print_table(console, shown)
+
+
+def _errors_table(found: Sequence[SourceReport], left_out: bool) -> Table:
+    rows = []
+    for one in found:
+        for what, errors in (("step time", one.time), ("memory", one.memory)):
+            if errors is not None:
+                rows.append((one.title, what, *_cells(errors)))
+    for what, name in (("step time", "time_error"), ("memory", "memory_error")):
+        values = [value for one in found for row in one.scored if (value := getattr(row, name)) is not None]
+        if (errors := Errors.of(values)) is not None and len(found) > 1:
+            rows.append(("all", what, *_cells(errors)))
+    how = (
+        "Every row by a profile that was fitted without its model (docs/accuracy.md)."
+        if left_out
+        else "By the profiles as they are shipped or calibrated, which may have seen these rows: --left-out scores "
+        "each by one that did not see its model."
+    )
+    return table(
+        ("source", "of", ">rows", ">MAPE", ">median", ">p90", ">worst"),
+        rows,
+        title="Predicted against measured",
+        notes=(how,),
+    )
+
+
+def _cells(errors: Errors) -> tuple[str, ...]:
+    values = (errors.mape, errors.median, errors.p90, errors.worst)
+    return (f"{errors.rows:,}", *(units.percent(value) for value in values))
+
+
+def _fits_table(found: Sequence[SourceReport]) -> Table:
+    rows = []
+    for one in found:
+        if (fit := one.fit) is not None:
+            rows.append(
+                (
+                    one.title,
+                    f"{fit.refused:,} of {fit.ran:,}",
+                    f"{fit.explained - fit.foreseen:,} of {fit.explained:,}",
+                    f"{fit.others_flagged:,} of {fit.others:,}",
+                )
+            )
+    return table(
+        ("source", ">refused, but ran", ">said to fit, but ran out", ">other crashes, refused"),
+        rows,
+        title="Does it fit?",
+        notes=("Crashes count where smaller micro-batches of the same layout show that memory explains them.",),
+    )
+
+
+def _regret_table(found: Sequence[SourceReport]) -> Table:
+    rows = []
+    for one in found:
+        if one.cells:
+            small = sum(cell.regret <= 0.05 for cell in one.cells)
+            worst = max(one.cells, key=lambda cell: cell.regret)
+            rows.append(
+                (
+                    one.title,
+                    f"{len(one.cells)}",
+                    f"{small} ({small / len(one.cells):.0%})",
+                    f"{units.percent(worst.regret)} ({worst.model} on {worst.gpus})",
+                )
+            )
+    return table(
+        ("source", ">cells", ">regret up to 5 %", ">worst"),
+        rows,
+        title="Regret of the first choice, by model and number of GPUs",
+    )
+
+
+def _skipped_table(skipped: Sequence[NotScored]) -> Table:
+    reasons: dict[tuple[str, str], int] = {}
+    for one in skipped:
+        reasons[one.source, one.reason] = reasons.get((one.source, one.reason), 0) + 1
+    rows = [(source, f"{count:,}", reason) for (source, reason), count in sorted(reasons.items(), key=lambda i: -i[1])]
+    more = f"{len(rows) - 25} more reasons." if len(rows) > 25 else ""
+    return table(
+        ("source", ">rows", "why not"),
+        rows[:25],
+        title=f"Not scored: {len(skipped):,} rows",
+        notes=(more,) if more else (),
+    )
+
+
+def _worst_table(found: Sequence[SourceReport], count: int) -> Table:
+    scored = [(row.time_error, row) for one in found for row in one.scored if row.time_error is not None]
+    scored.sort(key=lambda pair: -abs(pair[0]))
+    rows = [
+        (
+            row.run.id,
+            units.duration(row.predicted_seconds),
+            units.duration(row.run.step_seconds or 0.0),
+            f"{error:+.1%}",
+        )
+        for error, row in scored[:count]
+    ]
+    return table(("row", ">predicted", ">measured", ">error"), rows, title="The worst", notes=())
+
+
+# ---- calibrate
+
+
+def show_calibration(paths: Sequence[str], *, out: str, framework: str) -> None:
+    """Fits and writes.
+
+    Raises:
+        ConfigError: the file is there, or nothing can be learned.
+    """
+    if Path(out).exists():
+        raise ConfigError(f"{out} exists", next_step="Give another name (--out), or move it.")
+    profile = find_profile(framework)
+    runs, skipped = read_measured(paths, framework)
+    runs = [run for run in runs if run.source.profile == framework]
+    if not runs:
+        reasons = "; ".join(sorted({f"{one.id}: {one.reason}" for one in skipped})[:5])
+        raise ConfigError(
+            f"nothing can be learned about {framework} from {', '.join(paths)}",
+            evidence=reasons,
+            next_step="Give folders of runs on GPUs with ten logged steps or more.",
+        )
+    found = calibrate(runs, profile)
+    Path(out).write_text(calibration_text(found, runs), encoding="utf-8")
+    console = make_console()
+    print_table(console, _runs_table(runs, found.before, found.after))
+    console.print()
+    rows = [(name, f"{float(getattr(profile, name)):.4g}", f"{value:.4g}") for name, value in found.numbers.items()]
+    print_table(console, table(("number", ">before", ">now"), rows, title=f"What was learned about {profile.title}"))
+    for one in skipped:
+        console.print(Text(f"skipped: {one.id}: {one.reason}"), soft_wrap=True)
+    console.print(Text(f"\nwritten: {out}; use it with --calibration {out}"), soft_wrap=True)
+
+
+def _runs_table(runs: Sequence[PublishedRun], before: Sequence[float], after: Sequence[float]) -> Table:
+    timed = [run for run in runs if run.step_seconds]
+    rows = [
+        (run.id, units.duration(run.step_seconds or 0.0), f"{first:+.1%}", f"{then:+.1%}")
+        for run, first, then in zip(timed, before, after, strict=True)
+    ]
+    note = "On the runs that were learned from: others will be further off. Keep some runs apart, and `plan validate`."
+    return table(
+        ("run", ">measured step", ">error before", ">now"), rows[:40], title="Predictions of these runs", notes=(note,)
+    )
