@@ -157,6 +157,7 @@ def tune_jobs() -> list[Job]:
             "parallel.accumulate_dtype=bf16", "parallel.reduce_dtype=bf16",
         ),
         job("8b_fp8_rowwise", "8b_fp8", _8B, "a scale for each row", _FP8, "train.fp8_scaling=rowwise"),
+        job("8b_fp8_head", "8b_fp8", _8B, "the head in fp8 too", _FP8, "train.fp8_head=true"),
         job("8b_fp8_uncached", "8b_fp8", _8B, "weights cast at each use", _FP8, "train.fp8_weight_cache=false"),
     ]  # fmt: skip
 
@@ -202,6 +203,7 @@ def curve_jobs() -> list[Job]:
         job("fast", "bf16, all fast paths on", 120.0, *FUSED_ON),
         job("fp8", "fp8", 110.0, _FP8, *FUSED_ON),
         *(job(f"seed{seed}", f"bf16, seed {seed}", 120.0, *FUSED_ON, f"run.seed={seed}") for seed in SEEDS),
+        job("fp8_head", "fp8, the head too", 110.0, _FP8, "train.fp8_head=true", *FUSED_ON),
     ]
 
 

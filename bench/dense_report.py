@@ -286,7 +286,7 @@ def _gap_rows(curves: Curves, reference: Curve) -> Iterator[str]:
     if band is not None:
         number = sum(name in curves for name in (REFERENCE, *OTHER_SEEDS))
         yield f"| **band of {number} seeds** | **{band:.4f}** | | | |"
-    for name, title in (("off", "bf16, all fast paths off"), ("fp8", "fp8")):
+    for name, title in (("off", "bf16, all fast paths off"), ("fp8", "fp8"), ("fp8_head", "fp8, the head too")):
         if name not in curves or len(curves[name]) != len(reference):
             continue
         if not (smooth := difference(curves[name], reference)):

@@ -31,6 +31,13 @@ class Layout:
     """`zero_bubble` and `zbv` refuse torch.compile; experts that are spread over ranks break its graphs."""
     model: str = "dense"
 
+    @property
+    def fuses(self) -> bool:
+        """Whether weight gradients may go straight into the buckets: FSDP2 has none, and `zero_bubble` and `zbv` compute
+        them apart from those of inputs."""
+        others = ("zero=2", "zero=3", "pipeline_schedule=zero_bubble", "pipeline_schedule=zbv")
+        return {f"parallel.{item}" for item in others}.isdisjoint(self.sets)
+
 
 def _layout(name: str, title: str, sets: str, *, compiles: bool = True, model: str = "dense") -> Layout:
     found = tuple(f"parallel.{item}" for item in sets.split())
@@ -94,6 +101,8 @@ _TINY_WIDE = (*_TINY, "model.vocab_size=512", "train.seq_len=64", "train.loss_ch
 
 def _speed_job(name: str, title: str, layout: Layout | None, processes: int, *, compiled: bool, model: str) -> Job:
     sets = (*_WIDE, *(_WIDE_EXPERTS if model == "moe" else ()), *(layout.sets if layout else ()))
+    if layout is not None and not layout.fuses:
+        sets = (*sets, "parallel.fused_weight_gradients=false")
     return Job(
         part="speed",
         name=name,

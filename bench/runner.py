@@ -34,8 +34,9 @@ LAST_LINES, LINE = 12, 300
 """Of the log of what failed; characters of each."""
 LONGEST = 520
 """Seconds after which a job is stopped, whatever its estimate."""
-SHARED_TIMES = 3.0
-"""How much longer a job may take whose ranks share a GPU and talk over sockets."""
+SHARED_TIMES = 6.0
+"""How much longer a job may take whose ranks share a GPU and talk over sockets: 67 to 194 s were seen for 25 (ZeRO-1
+and ZeRO-3 on an H200)."""
 
 Found: TypeAlias = tuple[dict[str, Any], list[dict[str, Any]]]
 """What belongs in the entry, and the curve."""
