@@ -12,6 +12,7 @@ their share of what a bf16 product of 8192^3 sustains in the same run.
                   grouped          our kernels around torch's grouped products; weight gradients are ours, and add
                   triton           our products too
                   ...              mixtures: what is named is Triton's (rows, forward, inputs' and weights' gradients)
+                  ..., fp8         products of forward and inputs' gradients in fp8, matrices cast before
               "error" is how far output and token gradients are from the plain way's
     kernels   each kernel beside its twin in operations of torch: GB/s of the traffic it cannot avoid, or TFLOP/s
     tiles     each product of ours in a handful of shapes; the fastest belongs into `kernels/expert_gemm_triton.py`
@@ -38,7 +39,7 @@ from paceline.config.model import Activation, FeedForwardSpec, MoEConfig, MoESpe
 from paceline.kernels import expert_gemm, expert_rows
 from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_order import expert_order_reference
-from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels
+from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, cast_matrices
 from paceline.models.moe import MoE
 from paceline.models.router import Routing, count_per_sequence
 from paceline.report.console import make_console, print_table
@@ -88,6 +89,8 @@ WAYS: Mapping[str, ExpertKernels | None] = {
     "rows": ExpertKernels(weight_gradient="torch"),
     "rows, forward, weights": ExpertKernels(forward="triton"),
     "rows, inputs, weights": ExpertKernels(input_gradient="triton"),
+    "grouped, fp8": GROUPED,
+    "triton, fp8": TRITON,
 }
 
 
@@ -201,7 +204,7 @@ def layers(found: Found, name: str, shape: Shape, device: torch.device, sustaine
         return
     layer = _Layer(shape, device)
     for kind, (way, who) in itertools.product(ROUTINGS, WAYS.items()):
-        measure = functools.partial(layer.measure, kind, who, sustained)
+        measure = functools.partial(layer.measure, kind, who, sustained, fp8="fp8" in way)
         found.add(f"layers/{name}/{kind}/{way}", measure)
 
 
@@ -232,13 +235,12 @@ class _Layer:
         self.grad = draw(device, shape.tokens, shape.hidden, std=1e-3, seed=1)
         self.plain: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def measure(self, kind: str, who: ExpertKernels | None, sustained: float) -> Row:
+    def measure(self, kind: str, who: ExpertKernels | None, sustained: float, *, fp8: bool) -> Row:
         routing = self._routing(kind)
-        self._choose(who)
         if kind not in self.plain:
-            self._choose(None)
+            self._choose(None, fp8=False)
             self.plain = {kind: self._once(routing)}  # one at a time: they are large
-            self._choose(who)
+        self._choose(who, fp8=fp8)
         error = max(
             float((one.float() - other.float()).norm() / other.float().norm())
             for one, other in zip(self._once(routing), self.plain[kind], strict=True)
@@ -269,9 +271,11 @@ class _Layer:
         none = torch.zeros((), device=self.device)
         return Routing(experts, weights, None, none, load, none)
 
-    def _choose(self, who: ExpertKernels | None) -> None:
+    def _choose(self, who: ExpertKernels | None, *, fp8: bool) -> None:
         experts = self.moe.experts
-        experts.kernels = who
+        experts.kernels, experts.fp8 = who, None
+        if fp8:
+            experts.fp8 = cast_matrices(experts.up_weight, experts.down_weight)
         adds = who is not None and who.weight_gradient == "triton"
         for attribute, place in zip(("up_weight", "down_weight"), self.sums, strict=True):
             experts.aim(attribute, place if adds else None, self.fresh if adds else None)
@@ -346,6 +350,14 @@ def _steps_of(shape: Shape, device: torch.device) -> Iterator[tuple[str, Any]]:
         orders["triton"] = expert_order_triton.expert_order_triton
     bf16 = 2e-9
     one, up_flops = 2.0 * A * C * F, 2.0 * A * C * F * M
+    yield (
+        "cast of matrices, both ways, once a step",
+        lambda r: (
+            lambda: cast_matrices(r.up.unflatten(1, (M, F)), r.down),
+            3e-9 * 2 * shape.experts * C * F * (M + 1),
+            0.0,
+        ),
+    )
     for who, order in orders.items():
         yield f"order, {who}", lambda r, order=order: (lambda: order(r.experts, None, shape.experts), 0.0, 0.0)
     for who, m in modules.items():

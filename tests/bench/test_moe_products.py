@@ -20,8 +20,9 @@ def test_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = json.loads(file.read_text())["rows"]
     assert len(first) == 1 + 2 * len(moe_products.ROUTINGS) * len(moe_products.WAYS)
     assert not [key for key, row in first.items() if "failed" in row]
-    errors = [row["error"] for key, row in first.items() if key.startswith("layers/")]
-    assert max(errors) < 1e-2 and min(errors) == 0.0  # the plain way's own
+    errors = {key: row["error"] for key, row in first.items() if key.startswith("layers/")}
+    assert min(errors.values()) == 0.0  # the plain way's own
+    assert all(error < (0.25 if "fp8" in key else 1e-2) for key, error in errors.items())
     capsys.readouterr()
     moe_products.main(arguments)
     second = json.loads(file.read_text())["rows"]
