@@ -33,8 +33,8 @@ class Layout:
 
     @property
     def fuses(self) -> bool:
-        """Whether weight gradients may go straight into the buckets: FSDP2 has none, and `zero_bubble` and `zbv` compute
-        them apart from those of inputs."""
+        """Whether weight gradients may go straight into the buckets: FSDP2 has none, and `zero_bubble` and `zbv`
+        compute them apart from those of inputs."""
         others = ("zero=2", "zero=3", "pipeline_schedule=zero_bubble", "pipeline_schedule=zbv")
         return {f"parallel.{item}" for item in others}.isdisjoint(self.sets)
 
