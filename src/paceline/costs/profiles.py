@@ -130,6 +130,7 @@ class Profile:
     """Whose memory published tables print: the most loaded rank's, or the first's."""
 
 
+# by hand, from runs on one and two H200s: docs/measured/foundation.json and bench_llama3_1b.jsonl
 PACELINE = Profile(
     name="paceline",
     title="Paceline",
@@ -138,9 +139,9 @@ PACELINE = Profile(
     attention_efficiency=0.61,
     hbm_efficiency=0.65,
     optimizer_efficiency=0.65,
-    launch_us=150.0,
+    launch_us=1200.0,
     micro_batch_ms=1.0,
-    step_ms=15.0,
+    step_ms=20.0,
     gradient_overlap=0.85,
     parameter_overlap=0.85,
     shards_parameters=True,
