@@ -207,6 +207,23 @@ def test_bf16_router_computes_in_fp32() -> None:
     assert out.dtype == torch.bfloat16 and extras.aux_loss.dtype == torch.float32
 
 
+def test_a_bf16_router_without_a_copy_of_the_tokens() -> None:
+    layer = moe(num_experts=8).bfloat16()
+    layer.router.weight.data = layer.router.weight.data.float()  # as the flat engine keeps it
+    x = states().detach().bfloat16().flatten(0, 1).requires_grad_()
+    plain = layer.router._logits(x)
+    layer.router.split = True
+    split = layer.router._logits(x)
+    assert type(split.grad_fn).__name__ != type(plain.grad_fn).__name__
+    torch.testing.assert_close(split, plain, rtol=0, atol=2e-6)
+    for found, expected in zip(
+        torch.autograd.grad(split.square().sum(), (x, layer.router.weight)),
+        torch.autograd.grad(plain.square().sum(), (x, layer.router.weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=2**-8 if found.dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
 def test_dispatcher_brings_rows_back() -> None:
     x, experts = torch.randn(6, 3), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0], [1, 2]])
     none = torch.zeros(())

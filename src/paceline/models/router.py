@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.model import MoEConfig, MoESpec
+from paceline.kernels.split_product import split_product, why_not_split
 
 
 class Routing(NamedTuple):
@@ -79,6 +80,8 @@ class Router(nn.Module):
     """
 
     expert_bias: Tensor | None
+    split: bool = False
+    """Products in fp32 are made of bf16 ones where they can be (`kernels/split_product.py`)."""
 
     def __init__(self, spec: MoESpec, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
@@ -121,8 +124,11 @@ class Router(nn.Module):
         """[N, E], fp32 or wider."""
         wide = torch.promote_types(x_NC.dtype, torch.float32)
         dtype = wide if self.routing.router_precision == "fp32" else x_NC.dtype
+        jitters = self.training and self.routing.jitter > 0
+        if self.split and not jitters and dtype == torch.float32 and not why_not_split(x_NC, self.weight):
+            return split_product(x_NC, self.weight)
         x_NC, weight_EC = x_NC.to(dtype), self.weight.to(dtype)
-        if self.training and self.routing.jitter:
+        if jitters:
             x_NC = x_NC * torch.empty_like(x_NC).uniform_(1.0 - self.routing.jitter, 1.0 + self.routing.jitter)
         return F.linear(x_NC, weight_EC).to(wide)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.kernels.expert_fp8 import why_not_fp8
 from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, cast_matrices, has_triton
 from paceline.models.moe import Experts
+from paceline.models.router import Router
 from paceline.models.transformer import Transformer
 from paceline.parallel.low_precision import Fp8Options, Fp8Weights
 from paceline.runtime.log import log_once
@@ -32,6 +33,8 @@ def fuse_experts(
     """
     reasons: dict[str, None] = {}
     for module in stage.modules():
+        if isinstance(module, Router):
+            module.split = True
         if isinstance(module, Experts):
             reason = _why_not(precision, device) or module.why_not_fused()
             if reason:
