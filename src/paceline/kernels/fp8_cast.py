@@ -14,7 +14,9 @@ Dims: R rows, C columns.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -148,8 +150,12 @@ def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Te
 def cast_weights_both(
     parts: Sequence[Tensor], scaling: Scaling, kernel: CastKernel, parted: Parted | None = None
 ) -> tuple[Fp8, Fp8]:
-    """(`cast_rows`, `cast_columns`) of matrices, one under the other, in e4m3. Not for compiled code."""
-    if scaling == "tensorwise" and kernel == "triton" and parts[0].is_cuda:
+    """(`cast_rows`, `cast_columns`) of matrices, one under the other, in e4m3. Not for compiled code.
+
+    Nothing is there to fuse with: on a GPU the one kernel takes a third of the traffic whatever ``kernel`` says, and
+    operations of torch turn fp8 numbers element by element (28 of the 1,136 ms of a step: docs/benchmarks.md).
+    """
+    if scaling == "tensorwise" and parts[0].is_cuda and (kernel == "triton" or _has_triton()):
         factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), E4M3)
         values, values_turned = _cast_joined(parts, factor, E4M3)
         return Fp8(values, factor.reciprocal()), Fp8(values_turned, factor.reciprocal())
@@ -224,3 +230,8 @@ def _transposed_values(values_RC: Tensor) -> Tensor:
         # as bytes: fp8 has no padding kernel, and its zero is a zero byte
         values_RC = F.pad(values_RC.view(torch.uint8), (0, 0, 0, missing)).view(values_RC.dtype)
     return values_RC.t().contiguous()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
