@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from distributed import run
 from paceline.config.load import resolve
 from paceline.config.run import RunConfig
 from paceline.costs.activations import block_activations
@@ -14,6 +15,8 @@ from paceline.costs.low_precision import MULTIPLE, KeptBytes, fp8_kept, linears_
 from paceline.kernels import fp8_cast
 from paceline.models.transformer import Transformer
 from paceline.parallel.low_precision import Fp8Options, Fp8Weights, use_fp8
+from paceline.parallel.mesh import ParallelMesh
+from paceline.parallel.tensor import shard_tensors
 
 TOKENS = 128
 SHAPE = {
@@ -41,15 +44,18 @@ def config_of(model: dict[str, Any], *sets: str) -> RunConfig:
     return resolve(tables, sets).config
 
 
-def saved_bytes(config: RunConfig) -> int:
+def saved_bytes(config: RunConfig, mesh: ParallelMesh | None = None) -> int:
     """Of the first block's tensors for backward; weights, in bf16 and in fp8, and rotary tables left out."""
     built, weights = Transformer(config.model, dtype=torch.bfloat16), Fp8Weights()
     built.init_weights(seed=0)
+    axis = None if mesh is None else mesh["tp"]
+    if mesh is not None:
+        shard_tensors(built, mesh)
     if config.train.precision == "fp8":
-        use_fp8(built, Fp8Options.of(config.train), weights, cached=True)
+        use_fp8(built, Fp8Options.of(config.train), weights, cached=True, axis=axis)
     block = built.blocks["0"]
     cos_sin = built.rope(torch.arange(TOKENS)[None]) if built.rope is not None else None
-    x = torch.randn(1, TOKENS, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(1, TOKENS // config.parallel.tp, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     with torch.no_grad():
         block(x, cos_sin, None)  # casts the weights
     copies = [tensor for each in weights._members.get(block, []) for operand in each.cached or () for tensor in operand]
@@ -114,3 +120,16 @@ def test_a_rank_s_sizes_decide() -> None:
     config = RunConfig.model_validate(tables)
     found = linears_in_fp8(config, config.model.blocks()[0])
     assert found == {"gate_proj", "up_proj", "down_proj"}
+
+
+def _saved_over_tp(rank: int, world_size: int, precision: str) -> int:
+    config = config_of({}, f"train.precision={precision}", "parallel.tp=2")
+    mesh = ParallelMesh(config.parallel, world_size=world_size, rank=rank, device_type="cpu")
+    return saved_bytes(config, mesh)
+
+
+def test_a_rank_of_tp_keeps_its_part() -> None:
+    """Also of what products gather: its own tokens, in fp8."""
+    more = fp8_kept(config_of({}, "parallel.tp=2"), config_of({}).model.blocks()[0])
+    for fp8, bf16 in zip(run(_saved_over_tp, 2, "fp8"), run(_saved_over_tp, 2, "bf16"), strict=True):
+        assert fp8 - bf16 == pytest.approx(TOKENS * more.cut / 2 + TOKENS * more.gathered, abs=64)
