@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from paceline.kernels import attention
-from paceline.kernels.attention import AttentionKernel, AttentionMask, attention_core, block_mask, why_not_flex
+from paceline.kernels.attention import (
+    AttentionKernel,
+    AttentionMask,
+    attention_core,
+    block_mask,
+    sdpa_order,
+    why_not_flex,
+)
 
 CORES: tuple[AttentionKernel, ...] = ("reference", "sdpa", "auto", "flash4")
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16])
@@ -144,11 +151,13 @@ def test_block_lists_name_the_blocks() -> None:
     ]
 
 
-def test_choice_of_kernels_can_be_traced() -> None:
+@pytest.mark.parametrize("major", [8, 9])
+def test_choice_of_kernels_can_be_traced(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
     """What the CUDA branch does around the call must not break a graph."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
 
     def call(q: Tensor) -> Tensor:
-        with sdpa_kernel(attention._SDPA_ORDER, set_priority=True):
+        with sdpa_kernel(attention.sdpa_order(attention._major()), set_priority=True):
             return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     q = torch.randn(1, 2, 8, 8)
@@ -186,3 +195,10 @@ def test_gpu_cores_equal_the_reference(mask: str, kv_heads: int, softcap: float)
         torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
         for got, want in zip(torch.autograd.grad((out.float() * weight).sum(), low), wanted, strict=True):
             torch.testing.assert_close(got.float(), want, atol=6e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize(("major", "first"), [(7, "FLASH"), (8, "FLASH"), (9, "CUDNN"), (10, "CUDNN"), (12, "CUDNN")])
+def test_which_kernel_of_torch_comes_first(major: int, first: str) -> None:
+    order = sdpa_order(major)
+    assert order[0].name == f"{first}_ATTENTION" and order[-1].name == "MATH"
+    assert len(set(order)) == len(order) == 4
