@@ -207,9 +207,9 @@ def time_notes(reports: Sequence[SourceReport]) -> str:
     if "bridge" in by_key:
         notes.append(
             "- **Megatron Bridge**: containers of a year are mixed (GPT-OSS 120B on the same GPUs, layout and batch: "
-            "661 TFLOP/s in 26.06, 1077 in 26.08), and recomputation, offload and fusions are not printed. A mixture "
-            "of experts left out is predicted by what two others teach, one of which is that GPT-OSS. Dense models "
-            "alone are near the goal."
+            "1081 TFLOP/s in 26.06, 661 in 26.06.01, 1077 in 26.08), and recomputation, offload and fusions are not "
+            "printed. A mixture of experts left out is predicted by what two others teach, one of which is that "
+            "GPT-OSS. Dense models alone are near the goal."
         )
     return "\n".join(notes)
 

@@ -22,7 +22,6 @@ from paceline.costs.workload import Cluster, Workload
 
 LINEAR = (
     "states",
-    "accumulated",
     "kept_hidden",
     "kept_gathered",
     "kept_heads",
@@ -171,7 +170,6 @@ def linear_bytes(
         logits *= min(1.0, work.loss_chunk_tokens / tokens)
     return {
         "states": sum(states) + inputs,
-        "accumulated": 4.0 * held.here * (micro_batches > 1) * (work.zero < 2),
         "kept_hidden": (hidden / along * full) * (0.75 if cheap else 1.0) + width * tokens * rows / work.tp / 4 * full,
         "kept_gathered": hidden * full if work.tp > 1 else 0.0,
         "kept_heads": width * tokens * heads / work.tp * full,

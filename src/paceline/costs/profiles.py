@@ -108,8 +108,6 @@ class Profile:
     """Zero 2 is FSDP's: parameters are sharded too, and stay gathered over a step."""
     states: Number = 1.0
     """Bytes of weights, gradients and optimizer over the exact count: buckets, padding, fragmentation."""
-    accumulated: Number = 0.0
-    """Parts of an fp32 gradient kept beside, while micro-batches are summed."""
     kept_hidden: Number = 4.0
     """Tensors as wide as the residual stream that a layer keeps, cut over tp."""
     kept_gathered: Number = 0.0
