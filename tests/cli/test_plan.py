@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.plan import app
+from paceline.errors import PacelineError
 from tests.cli.commands import paceline
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,6 +22,22 @@ PATIENCE = 30.0
 """Seconds, on a busy machine; the target of 10 is that of an idle one."""
 
 LLAMA = ("llama3_8b", "--gpus", "64", "--gpu", "H100-80")
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def plan(*arguments: str) -> Done:
+    """`paceline plan` in this process, which saves a second; errors as `paceline.cli.main` would tell them."""
+    found = CliRunner().invoke(app, arguments)
+    problem = found.exception
+    if isinstance(problem, PacelineError):
+        return Done(problem.exit_code, found.stdout, str(problem))
+    assert problem is None or isinstance(problem, SystemExit), repr(problem)
+    return Done(found.exit_code, found.stdout, found.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +88,7 @@ def test_every_verb_answers_in_seconds_without_torch(name: str, without_torch: s
 
 
 def _json(*arguments: str) -> Any:
-    done = paceline("plan", *arguments, "--json", seconds=PATIENCE)
+    done = plan(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -92,21 +111,21 @@ def test_the_choice_is_written_as_a_recipe_that_runs(tmp_path: Path) -> None:
     target = tmp_path / "best.toml"
     recipe = str(RECIPES / "llama3_8b.toml")
     changes = ("--set", "train.global_batch_size=128", "--set", "optim.lr=2e-4")
-    done = paceline("plan", recipe, "--gpus", "16", "--gpu", "H100-80", *changes, "--write", str(target))
+    done = plan(recipe, "--gpus", "16", "--gpu", "H100-80", *changes, "--write", str(target))
     assert done.returncode == 0, done.stderr
     tables = tomllib.loads(target.read_text())
     assert tables["optim"] == {"lr": 2e-4}
     assert tables["train"]["global_batch_size"] == 128
     again = paceline("train", str(target), "--dry-run", "--nproc", "16")
     assert again.returncode == 0, again.stderr
-    refused = paceline("plan", recipe, "--gpus", "16", "--gpu", "H100-80", "--write", str(target))
+    refused = plan(recipe, "--gpus", "16", "--gpu", "H100-80", "--write", str(target))
     assert refused.returncode == 2
     assert "exists" in refused.stderr
 
 
 def test_the_page_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "plan.html"
-    done = paceline("plan", "llama2_7b", "--gpus", "8", "--gpu", "A100-80", "--html", str(target))
+    done = plan("llama2_7b", "--gpus", "8", "--gpu", "A100-80", "--html", str(target))
     assert done.returncode == 0, done.stderr
     text = target.read_text()
     assert text.count("<svg") == text.count("</svg>") == 3
@@ -116,7 +135,7 @@ def test_the_page_is_whole(tmp_path: Path) -> None:
 
 
 def test_money_days_and_the_convention_are_shown() -> None:
-    done = paceline("plan", *LLAMA, "--tokens", "1T", "--price", "2")
+    done = plan(*LLAMA, "--tokens", "1T", "--price", "2")
     assert "GPU-hours" in done.stdout
     assert "at $2 a GPU-hour" in done.stdout
     assert "causal attention" in done.stdout
@@ -154,9 +173,8 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_questions_get_clear_answers(name: str) -> None:
     arguments, words = WRONG[name]
-    done = paceline("plan", *arguments, seconds=PATIENCE)
+    done = plan(*arguments)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
     for word in words:
         assert word in done.stderr, done.stderr
 
@@ -164,7 +182,7 @@ def test_wrong_questions_get_clear_answers(name: str) -> None:
 def test_an_own_gpu_is_taken_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('name = "Mine"\nbf16 = 200\nmemory_gb = 48\nmemory_tb_per_s = 1.2\npcie_gb_per_s = 31\n')
-    done = paceline("plan", "llama2_7b", "--gpus", "8", "--gpu", str(file), seconds=PATIENCE)
+    done = plan("llama2_7b", "--gpus", "8", "--gpu", str(file))
     assert done.returncode == 0, done.stderr
     assert "8 x Mine" in done.stdout
 
@@ -172,7 +190,7 @@ def test_an_own_gpu_is_taken_from_a_file(tmp_path: Path) -> None:
 def test_contradictions_are_all_told_and_refused() -> None:
     text = (MEGATRON / "gpt_345m.sh").read_text().replace("--fp16", "--fp16 --bf16")
     text = text.replace("--global-batch-size 16", "--global-batch-size 17")
-    done = paceline("plan", "megatron", text, seconds=PATIENCE)
+    done = plan("megatron", text)
     assert done.returncode == 2
     assert "--fp16 and --bf16" in done.stdout
     assert "17 is no multiple" in done.stdout
@@ -182,8 +200,8 @@ def test_contradictions_are_all_told_and_refused() -> None:
 def test_flags_need_no_quotes() -> None:
     line = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --bf16"
     line += " --max-position-embeddings 1024 --global-batch-size 64 --made-up-flag 3"
-    quoted = paceline("plan", "megatron", line, "--gpus", "8", seconds=PATIENCE)
-    plain = paceline("plan", "megatron", *line.split(), "--gpus", "8", seconds=PATIENCE)
+    quoted = plan("megatron", line, "--gpus", "8")
+    plain = plan("megatron", *line.split(), "--gpus", "8")
     assert quoted.returncode == plain.returncode == 0, quoted.stderr + plain.stderr
     assert quoted.stdout == plain.stdout
     assert "--made-up-flag 3 is not a flag that is known here" in plain.stdout
@@ -195,7 +213,7 @@ def test_runs_are_predicted_and_learned_from(tmp_path: Path) -> None:
     assert [one["id"] for one in plain] == ["a", "b"]
     keys = {"predicted_step_seconds", "measured_step_seconds", "predicted_memory_gib", "measured_memory_gib"}
     assert keys <= plain[0].keys()
-    done = paceline("plan", "calibrate", runs, "--out", str(learned), seconds=PATIENCE)
+    done = plan("calibrate", runs, "--out", str(learned))
     assert done.returncode == 0, done.stderr
     after = _json("validate", runs, "--framework", "paceline", "--calibration", str(learned))
 
@@ -206,14 +224,14 @@ def test_runs_are_predicted_and_learned_from(tmp_path: Path) -> None:
     small = ("llama3_1b", "--gpus", "8", "--gpu", "H100-80", "--top", "1")
     before, then = _json(*small)[0], _json(*small, "--calibration", str(learned))[0]
     assert before["step_seconds"] != then["step_seconds"]
-    missing = paceline("plan", "validate", runs, seconds=PATIENCE)
+    missing = plan("validate", runs)
     assert missing.returncode == 2
     assert "--framework" in missing.stderr
 
 
 def test_a_trace_is_written(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
-    done = paceline("plan", "simulate", *LLAMA, "--trace", str(target), "--mtbf", "12", seconds=PATIENCE)
+    done = plan("simulate", *LLAMA, "--trace", str(target), "--mtbf", "12")
     assert done.returncode == 0, done.stderr
     assert "goodput" in done.stdout
     assert json.loads(target.read_text())["traceEvents"]

@@ -47,6 +47,10 @@ def _root(
         --set data.train=my-train --set data.valid=my-valid
       paceline generate runs/my --prompt "Once upon a time"
 
+    [bold]Will it fit, and how fast?[/bold] Predicted, without a GPU:
+
+      paceline plan llama3_8b --gpus 8 --gpu H100-80
+
     A recipe is a TOML file; [bold]--set section.key=value[/bold] changes one field of it.
     `paceline train --print-schema` lists every field, with its type and meaning.
     """

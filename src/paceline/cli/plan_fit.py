@@ -120,8 +120,9 @@ def _steps(config: RunConfig, sized: Sizing, chosen: Candidate, network: str, pr
             "4  what a GPU does",
             f"{estimate.tflops_per_gpu:.0f} TFLOP/s",
             (f"MFU {units.percent(estimate.mfu)} of {peak:.0f}, predicted for " if estimate.mfu else "predicted for ")
-            + f"the best layout on so many GPUs ({network})",
+            + "the best layout on so many GPUs",
         ),
+        ("network", *network.split("; ", 1)),
         (
             "GPUs",
             f"{chosen.gpus:,}",

@@ -146,8 +146,9 @@ def _question(request: Request, ranking: Ranking) -> Table:
         (
             "machines",
             cluster.name,
-            f"{units.size(cluster.gpu.memory_bytes)} for programs of {cluster.gpu.memory_gb:g} GiB; {request.network}",
+            f"{units.size(cluster.gpu.memory_bytes)} of {cluster.gpu.memory_gb:g} GiB are left to programs",
         ),
+        ("network", *_network(request.network)),
         (
             "looked at",
             f"{ranking.space.count:,} combinations of degrees",
@@ -155,6 +156,14 @@ def _question(request: Request, ranking: Ranking) -> Table:
         ),
     ]
     return table(("plan", "", ""), rows, notes=request.notes)
+
+
+def _network(sentence: str) -> tuple[str, str]:
+    nodes, _, links = sentence.partition("; ")
+    return nodes, links
+
+
+_SCHEDULES = {"1f1b": "1f1b", "interleaved_1f1b": "interleaved", "zero_bubble": "zero bubble", "zbv": "zbv"}
 
 
 def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
@@ -165,7 +174,7 @@ def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
     for place, candidate in enumerate(found, 1):
         parallel, estimate = candidate.config.parallel, candidate.estimate
         mode = parallel.recompute
-        schedule = parallel.pipeline_schedule if parallel.pp > 1 else ""
+        schedule = _SCHEDULES[parallel.pipeline_schedule] if parallel.pp > 1 else ""
         engine = f"{parallel.zero}" + (f" x{parallel.dp_replicate}" if parallel.dp_replicate > 1 else "")
         rows.append(
             (
@@ -179,7 +188,7 @@ def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
                 engine,
                 f"{schedule} x{parallel.stages_per_rank}" if parallel.stages_per_rank > 1 else schedule,
                 str(candidate.config.train.micro_batch_size),
-                (mode if isinstance(mode, str) else "by layer") + (" +offload" if parallel.offload != "none" else ""),
+                (mode if isinstance(mode, str) else "by layer") + (" *" if parallel.offload != "none" else ""),
                 units.duration(estimate.seconds),
                 units.count(candidate.tokens_per_second),
                 units.count(estimate.tokens_per_second_per_gpu),
@@ -195,16 +204,18 @@ def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
         *(">tp", ">pp", ">cp"),
         *((">ep",) if experts else ()),
         *(">dp", "zero", "schedule", ">micro", "recompute", ">step", ">tokens/s", ">a GPU", ">MFU"),
-        *(">peak GiB", ">bubble", ">exposed"),
+        *(">GiB", ">bubble", ">exposed"),
     ]
     convention = found[0].estimate.convention if found else ""
+    offloaded = any(candidate.config.parallel.offload != "none" for candidate in found)
     return table(
         columns,
         rows,
         title="Layouts, predicted",
         notes=(
-            f"MFU: {convention}. Peak GiB: the fullest card. Exposed: communication that nothing hides.",
-            "zero 0 and 1 use the flat engine, 2 and 3 FSDP2; x2 = copies of the sharded state.",
+            f"MFU: {convention}. GiB: of the fullest card.",
+            "Exposed: communication that nothing hides. zero 0 and 1: flat engine; 2 and 3: FSDP2; x2: copies of it.",
+            *(("* the optimizer's state in host memory (parallel.offload).",) if offloaded else ()),
         ),
     )
 

@@ -74,14 +74,14 @@ def show_megatron(
     cluster, network = make_cluster(
         find_gpu(gpu or "H100 SXM"), run.gpus, gpus_per_node=run.gpus_per_node, interconnect=interconnect
     )
-    network += "" if gpu else "; the GPU is assumed: --gpu says otherwise"
     console = make_console()
+    assumed = "" if gpu else "The GPU is assumed: --gpu says otherwise."
     found = conflicts(run)
     if any(finding.severity == "error" for finding in found):
         if as_json:
             typer.echo(json.dumps({"findings": [finding.as_dict() for finding in found]}, indent=1))
         else:
-            print_table(console, _read_table(run, cluster, network))
+            print_table(console, _read_table(run, cluster, network, assumed))
             console.print()
             print_findings(console, found)
             console.print()
@@ -93,7 +93,7 @@ def show_megatron(
     if as_json:
         typer.echo(json.dumps(_as_dict(run, estimate, found, same, best), indent=1))
     else:
-        _print(console, run, cluster, network, estimate, found, same, best)
+        _print(console, _read_table(run, cluster, network, assumed), cluster, run, estimate, found, same, best)
     if write:
         _write(run, write)
         if not as_json:
@@ -108,15 +108,15 @@ def _write(run: MegatronRun, path: str) -> None:
 
 def _print(
     console: Console,
-    run: MegatronRun,
+    read: Table,
     cluster: Cluster,
-    network: str,
+    run: MegatronRun,
     estimate: StepEstimate,
     found: Sequence[Finding],
     same: Better,
     best: Better | None,
 ) -> None:
-    print_table(console, _read_table(run, cluster, network))
+    print_table(console, read)
     console.print()
     rows = [("as it is", run.work, estimate), ("the same, better flags", same.work, same.estimate)]
     rows += [("best layout", best.work, best.estimate)] if best else []
@@ -138,7 +138,7 @@ def _print(
     console.print(Text(better.command()), soft_wrap=True)
 
 
-def _read_table(run: MegatronRun, cluster: Cluster, network: str) -> Table:
+def _read_table(run: MegatronRun, cluster: Cluster, network: str, assumed: str) -> Table:
     layout, model = run.layout, run.config.model
     count = count_parameters(model)
     active = f", {units.count(count.active)} active" if model.is_moe else ""
@@ -155,7 +155,8 @@ def _read_table(run: MegatronRun, cluster: Cluster, network: str) -> Table:
             f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads, {model.kv_heads} for keys, "
             f"vocabulary {model.vocab_size:,}",
         ),
-        ("machines", cluster.name, f"{run.gpus_reason}; {network}"),
+        ("machines", cluster.name, run.gpus_reason),
+        ("network", *network.split("; ", 1)),
         ("layout", ", ".join(degrees) + virtual, f"data parallel {run.dp}, ZeRO-{layout.zero}" if even else "misfit"),
         (
             "batch",
@@ -169,7 +170,7 @@ def _read_table(run: MegatronRun, cluster: Cluster, network: str) -> Table:
             f"{passive} of them decide nothing here; {len(run.flags.unknown)} unknown",
         ),
     ]
-    return table(("Megatron-LM", "", ""), rows)
+    return table(("Megatron-LM", "", ""), rows, notes=(assumed,) if assumed else ())
 
 
 def _predicted(rows: Sequence[tuple[str, Workload, StepEstimate]], cluster: Cluster) -> Table:
@@ -191,7 +192,7 @@ def _predicted(rows: Sequence[tuple[str, Workload, StepEstimate]], cluster: Clus
             )
         )
     return table(
-        ("", "", *(">step", ">tokens/s a GPU", ">TFLOP/s", ">MFU", ">peak GiB", "fits", ">bubble", ">exposed")),
+        ("", "", *(">step", ">tokens/s/GPU", ">TFLOP/s", ">MFU", ">GiB", "fits", ">bubble", ">exposed")),
         cells,
         title=f"Megatron-LM on {cluster.name}, predicted",
         notes=(

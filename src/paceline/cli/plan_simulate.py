@@ -96,7 +96,8 @@ def _expected(failures: Failures) -> Goodput | None:
 def _step_table(request: Request, found: Candidate, plain: Timeline, shown: Timeline, told: Sequence[str]) -> Table:
     estimate = found.estimate
     rows = [
-        ("machines", request.cluster.name, request.network),
+        ("machines", request.cluster.name, ""),
+        ("network", *request.network.split("; ", 1)),
         ("layout", layout_text(found.config), f"{estimate.micro_batches} micro-batches"),
         ("step", units.duration(plain.seconds), f"{units.count(found.tokens_per_second)} tokens/s, predicted"),
         ("idle", units.percent(1 - sum(plain.busy) / len(plain.busy) / plain.seconds), "of a rank's time, on average"),

@@ -131,10 +131,10 @@ def make_cluster(gpu: Hardware, gpus: int, *, gpus_per_node: int = 0, interconne
     )
     if gpus <= per_node:
         link = gpu.nvlink_gb_per_s
-        inside = f"NVLink {link:.0f} GB/s" if link else f"PCIe {gpu.pcie_gb_per_s or 0:.0f} GB/s"
-        return cluster, f"one node, {inside} a GPU and direction"
-    assumed = "" if interconnect else " (assumed: --interconnect says otherwise)"
-    return cluster, f"nodes of {per_node}, between them {name}: {rate:g} GB/s a GPU and direction, {what}{assumed}"
+        inside = f"NVLink, {link:.0f} GB/s" if link else f"PCIe, {gpu.pcie_gb_per_s or 0:.0f} GB/s"
+        return cluster, f"one node; {inside} a GPU and direction"
+    assumed = "" if interconnect else "; assumed, --interconnect says otherwise"
+    return cluster, f"nodes of {per_node}; between them {name}, {rate:g} GB/s a GPU ({what}{assumed})"
 
 
 def usual_interconnect(gpu: Hardware) -> str:

@@ -181,6 +181,8 @@ class _Search:
 
     def __init__(self, space: Space, profile: Profile) -> None:
         self.space, self.profile = space, profile
+        # widths are the model's, which no variant changes
+        self._asked = Asked.of(space.config, space.cluster.gpus)
         self.fitting: list[Candidate] = []
         self.too_large: list[Candidate] = []
         self._done: dict[tuple[Degrees, int, str, int], Candidate | None] = {}
@@ -259,7 +261,7 @@ class _Search:
                 stages_per_rank=stages,
             )
             gpus = space.cluster.gpus
-            if last is None and next(refusals(Asked.of(config, gpus)), None) is not None:
+            if last is None and next(refusals(replace(self._asked, config=config)), None) is not None:
                 return None
             work = Workload.of(config)
             if work.why_not(gpus):

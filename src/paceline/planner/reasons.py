@@ -11,8 +11,11 @@ from typing import Any
 
 from paceline.config.asked import Asked, divisors
 from paceline.config.layout import tensor
+from paceline.config.nearest import as_sets
+from paceline.config.refusals import refusals
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import common_hardware
+from paceline.costs.memory import estimate as estimate_memory
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.step import PARTS, StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
@@ -117,6 +120,13 @@ def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
         f"{units.size(stage.gathered)}, activations {units.size(stage.activations)}, logits "
         f"{units.size(stage.logits)}, framework {units.size(stage.framework)}."
     )
+    if best.config.parallel.offload != "none":
+        of_node = estimate_memory(best.config, best.gpus).host * cluster.gpus_per_node
+        yield f"Offloaded states take {units.size(of_node)} of host memory on every node, pinned."
+        yield (
+            "How long the host's update takes is not determined: it is not in the step above. Measure a few steps "
+            "(--set train.steps=10); Megatron-LM's were 4.2 times slower with all of it on the host."
+        )
 
 
 # ---- its neighbours
@@ -151,7 +161,8 @@ def _compared(best: StepEstimate, other: StepEstimate) -> str:
     why = ""
     if speed < -_WORTHWHILE / 2 and more[name] > 0:
         why = f", {units.duration(more[name])} more for {PART_NAMES.get(name, name)}"
-    return f"{speed:+.1%} tokens/s{why}, {memory:+.1f} GiB"
+    slower = "as fast" if abs(speed) < 5e-4 else f"{speed:+.1%} tokens/s"
+    return f"{slower}{why}, {memory:+.1f} GiB"
 
 
 # ---- refused
@@ -162,11 +173,13 @@ def _rejected(ranking: Ranking, cluster: Cluster, best: Candidate | None) -> Ite
     speed = best.estimate.tokens_per_second_per_gpu if best else 0.0
     faster: dict[tuple[Any, ...], Candidate] = {}
     for candidate in ranking.too_large:
-        if candidate.estimate.tokens_per_second_per_gpu <= speed:
-            break
+        if candidate.gpus != cluster.gpus or candidate.estimate.tokens_per_second_per_gpu <= (1 + _WORTHWHILE) * speed:
+            continue
         fields = _fields(candidate.config)
-        faster.setdefault(tuple(fields[name] for name in ("tp", "pp", "cp", "ep", "zero", "copies")), candidate)
-    for candidate in list(faster.values())[:3]:
+        key = tuple(fields[name] for name in ("tp", "pp", "cp", "ep", "zero", "copies"))
+        if key not in faster or candidate.estimate.memory_bytes < faster[key].estimate.memory_bytes:
+            faster[key] = candidate
+    for candidate in sorted(faster.values(), key=lambda found: found.estimate.memory_bytes)[:3]:
         gain = f"{candidate.estimate.tokens_per_second_per_gpu / speed - 1:+.1%} tokens/s, but " if speed else ""
         yield (
             f"{layout_text(candidate.config)}: {gain}{units.size(candidate.estimate.memory_bytes)} of "
@@ -206,16 +219,21 @@ def _degrees_text(of: Degrees) -> str:
 
 
 def _helps(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
-    """Single changes to the first layout, each predicted."""
-    work = Workload.of(best.config)
+    """Single changes to the first layout that a run would accept, each predicted."""
+    asked = Asked.of(best.config, best.gpus)
     found = []
-    for name, step, changed, machines in _changes(best.config, work, cluster):
-        if changed.why_not(machines.gpus):
+    for name, changes, remark, machines in _changes(best.config, cluster):
+        other = asked.with_changes(changes)
+        if next(refusals(other), None) is not None:
             continue
-        after = predict(changed, machines, profile)
+        work = Workload.of(other.config)
+        if work.why_not(machines.gpus):
+            continue
+        after = predict(work, machines, profile)
         speed = after.tokens_per_second_per_gpu / best.estimate.tokens_per_second_per_gpu - 1
         memory = (after.memory_bytes - best.estimate.memory_bytes) / 2**30
         if after.fits and (speed > _WORTHWHILE or (speed > -_WORTHWHILE and memory < -0.03 * best.estimate.memory_gib)):
+            step = " ".join([as_sets(best.config, changes), remark]).strip()
             found.append((speed, name, step, memory))
     for speed, name, step, memory in sorted(found, key=lambda row: -row[0]):
         yield Finding(
@@ -227,26 +245,26 @@ def _helps(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[Find
         )
 
 
-def _changes(config: RunConfig, work: Workload, cluster: Cluster) -> Iterator[tuple[str, str, Workload, Cluster]]:
-    """(what, how, the step with it, the machines with it)."""
+def _changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, dict[str, Any], str, Cluster]]:
+    """(what, fields by dotted key, a remark, the machines with it)."""
     train, parallel = config.train, config.parallel
-    if not work.compile and parallel.pipeline_schedule not in ("zero_bubble", "zbv"):
-        yield "compiled blocks", "--set parallel.compile=true", replace(work, compile=True), cluster
-    if not work.chunked_loss:
-        yield "the chunked loss", "--set train.loss_kernel=chunked", replace(work, chunked_loss=True), cluster
-    if not work.reduce_bf16:
-        yield "gradients sent in bf16", "--set parallel.reduce_dtype=bf16", replace(work, reduce_bf16=True), cluster
-    if not work.accumulate_bf16 and parallel.zero <= 1 and work.micro_batches(cluster.gpus) > 1:
-        step = "--set parallel.accumulate_dtype=bf16 (less exact over many micro-batches)"
-        yield "gradients summed in bf16", step, replace(work, accumulate_bf16=True), cluster
-    if work.precision == "bf16" and cluster.gpu.fp8 and work.tp == 1 and not config.model.is_moe:
-        yield "fp8 products", "--set train.precision=fp8", replace(work, precision="fp8"), cluster
-    if parallel.pp > 1 or work.micro_batches(cluster.gpus) == 1:
-        doubled = replace(work, global_batch_size=2 * work.global_batch_size)
-        yield "twice the batch", f"--set train.global_batch_size={2 * train.global_batch_size}", doubled, cluster
+    dp = parallel.dp_degree(cluster.gpus)
+    if not parallel.compile:
+        yield "compiled blocks", {"parallel.compile": True}, "", cluster
+    if train.loss_kernel == "plain":
+        yield "the chunked loss", {"train.loss_kernel": "chunked"}, "", cluster
+    if parallel.reduce_dtype == "fp32":
+        yield "gradients sent in bf16", {"parallel.reduce_dtype": "bf16"}, "", cluster
+    if parallel.accumulate_dtype == "fp32" and train.global_batch_size > dp * train.micro_batch_size:
+        changes: dict[str, Any] = {"parallel.accumulate_dtype": "bf16"}
+        yield "gradients summed in bf16", changes, "(less exact over many micro-batches)", cluster
+    if train.precision == "bf16" and cluster.gpu.fp8:
+        yield "fp8 products", {"train.precision": "fp8"}, "", cluster
+    if parallel.pp > 1 or train.global_batch_size == dp * train.micro_batch_size:
+        yield "twice the batch", {"train.global_batch_size": 2 * train.global_batch_size}, "", cluster
     if cluster.nodes > 1 and cluster.node_gb_per_s < 50:
         faster = replace(cluster, node_gb_per_s=50.0)
-        yield "400 Gb/s a GPU between nodes", "--interconnect ib400", work, faster
+        yield "400 Gb/s a GPU between nodes", {}, "--interconnect ib400", faster
 
 
 def _would_fit(ranking: Ranking, profile: Profile) -> Iterator[Finding]:
