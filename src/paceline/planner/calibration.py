@@ -114,13 +114,14 @@ def _memory_errors(runs: Sequence[PublishedRun], profile: Profile) -> list[float
 
 
 def read_measured(paths: Sequence[str], framework: str) -> tuple[list[PublishedRun], list[NotScored]]:
-    """Run folders of ours, and CSV files of runs.
+    """Run folders of ours, and CSV files of runs; an id that is in several tables counts once.
 
     Raises:
         ConfigError: there is no such file or folder.
     """
     runs: list[PublishedRun] = []
     skipped: list[NotScored] = []
+    seen: set[str] = set()
     for text in paths:
         path = Path(text)
         if path.is_dir():
@@ -131,6 +132,8 @@ def read_measured(paths: Sequence[str], framework: str) -> tuple[list[PublishedR
             raise ConfigError(
                 f"there is no run folder or table {text}", next_step="Give the folder that holds metrics.jsonl."
             )
+        found = [one for one in found if one.id not in seen]
+        seen.update(one.id for one in found)
         for one in found:
             if isinstance(one, PublishedRun):
                 runs.append(one)
