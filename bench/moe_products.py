@@ -269,7 +269,7 @@ class _Layer:
         weights = (draw(self.device, *experts.shape).float().sigmoid() / self.shape.top_k).requires_grad_()
         load = count_per_sequence(experts, 1, self.shape.experts)[0]
         none = torch.zeros((), device=self.device)
-        return Routing(experts, weights, None, none, load, none)
+        return Routing(experts, weights, None, none, load, none, none)
 
     def _choose(self, who: ExpertKernels | None, *, fp8: bool) -> None:
         experts = self.moe.experts

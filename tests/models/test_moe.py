@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from paceline.models.router import (
     balance_loss,
     count_per_sequence,
     keep_best_groups,
+    router_entropy,
     select,
     within_capacity,
 )
@@ -166,6 +168,16 @@ def test_z_loss_by_hand() -> None:
     torch.testing.assert_close(layer(x)[1].aux_loss, expected)
 
 
+def test_entropy_by_hand() -> None:
+    layer, x = moe(score="sigmoid"), states()
+    probs = (x.detach() @ layer.router.weight.detach().T).sigmoid()
+    probs = probs / probs.sum(-1, keepdim=True)
+    expected = -(probs * probs.log()).sum() * 2 * 2**16  # two assignments a token
+    assert int(layer(x)[1].entropy) == pytest.approx(float(expected), abs=2)
+    assert int(router_entropy(torch.tensor([[0.0, 1.0, 0.0]]), 1)) == 0
+    assert int(router_entropy(torch.full((3, 4), 0.25), 1)) == pytest.approx(3 * math.log(4) * 2**16, abs=1)
+
+
 def test_groups_close_all_experts_of_the_other_groups() -> None:
     ranking = torch.tensor([[0.9, 0.0, 0.5, 0.6, 0.1, 0.2]])
     by_best = keep_best_groups(ranking, MoEConfig(num_groups=3, top_k_groups=1, group_score="max"))
@@ -227,7 +239,7 @@ def test_a_bf16_router_without_a_copy_of_the_tokens() -> None:
 def test_dispatcher_brings_rows_back() -> None:
     x, experts = torch.randn(6, 3), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0], [1, 2]])
     none = torch.zeros(())
-    routing = Routing(experts, torch.ones(6, 2), None, none, load=torch.tensor([4, 4, 4]), dropped=none)
+    routing = Routing(experts, torch.ones(6, 2), None, none, load=torch.tensor([4, 4, 4]), dropped=none, entropy=none)
     sent = LocalDispatcher().dispatch(x, routing)
     assert torch.equal(sent.rows[:4], x[[0, 1, 3, 4]])
     torch.testing.assert_close(LocalDispatcher().combine(sent.rows, sent.route), 2 * x)

@@ -17,9 +17,10 @@ def _read(rank: int, world_size: int) -> list[dict[str, Metric]]:
     meter = ExpertMeter(torch.device("cpu"), LAYERS, 4)
     for _ in range(2):
         if rank < 2:
-            meter.add(LAYERS[:1], torch.tensor([[4, 0, 2, 2]]), torch.tensor([2]))
+            meter.add(LAYERS[:1], torch.tensor([[4, 0, 2, 2]]), torch.tensor([2]), torch.tensor([8.0]))
         else:
-            meter.add(LAYERS[1:], torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]), torch.tensor([0, 0]))
+            load = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])
+            meter.add(LAYERS[1:], load, torch.tensor([0, 0]), torch.tensor([2.0, 0.0]))
     return [meter.read(), meter.read()]
 
 
@@ -27,4 +28,5 @@ def test_rows_come_from_the_ranks_that_have_them() -> None:
     for found, after in run(_read, 3):
         assert found["moe/load_max_over_mean"] == [2.0, 1.0, 0.0]
         assert found["moe/drop_share"] == [0.25, 0.0, 0.0]
+        assert found["moe/router_entropy"] == [1.0, 0.5, 0.0]
         assert after["moe/load_max_over_mean"] == pytest.approx([0.0, 0.0, 0.0])

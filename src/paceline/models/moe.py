@@ -31,6 +31,8 @@ class BlockExtras(NamedTuple):
     """int64 [E], tokens here that chose each expert."""
     dropped: Tensor
     """int64 scalar, assignments of tokens here that were dropped for lack of capacity."""
+    entropy: Tensor
+    """int64 scalar, see `Routing.entropy`."""
 
 
 class Chosen(NamedTuple):
@@ -273,7 +275,8 @@ class MoE(nn.Module):
             if self.shared_gate is not None:
                 shared_NC = shared_NC * self.shared_gate(x_NC).sigmoid()
             out_NC = out_NC + shared_NC
-        return out_NC.view_as(x_BTC), BlockExtras(routing.aux_loss, routing.load, routing.dropped)
+        extras = BlockExtras(routing.aux_loss, routing.load, routing.dropped, routing.entropy)
+        return out_NC.view_as(x_BTC), extras
 
     def run_experts(self, x_NC: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of what each token's experts say."""

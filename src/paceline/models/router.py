@@ -33,6 +33,12 @@ class Routing(NamedTuple):
     """int64 [E], tokens here that chose each expert, dropped ones included."""
     dropped: Tensor
     """int64 scalar, assignments of tokens here that were beyond the capacity."""
+    entropy: Tensor
+    """int64 scalar: the entropy of each token's probabilities in units of `ENTROPY_UNIT` nats, summed over assignments.
+    An integer, so that it is counted as loads are."""
+
+
+ENTROPY_UNIT = 2.0**-16
 
 
 class SequenceView(Protocol):
@@ -118,6 +124,7 @@ class Router(nn.Module):
             aux_loss=self._losses(logits_NE, scores_NE, whole_BE, T, whole_len),
             load=counts_BE.sum(0),
             dropped=dropped,
+            entropy=router_entropy(scores_NE.detach(), self.top_k),
         )
 
     def _logits(self, x_NC: Tensor) -> Tensor:
@@ -196,6 +203,12 @@ def keep_best_groups(ranking_NE: Tensor, routing: MoEConfig) -> Tensor:
     best_NG = group_NG.topk(routing.top_k_groups, dim=-1).indices
     closed_NG = torch.ones_like(group_NG, dtype=torch.bool).scatter(-1, best_NG, False)
     return grouped_NGE.masked_fill(closed_NG[..., None], float("-inf")).flatten(-2)
+
+
+def router_entropy(scores_NE: Tensor, top_k: int) -> Tensor:
+    """See `Routing.entropy`. Scores that do not add up to 1 are divided by their sum."""
+    probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True).clamp_min(1e-20)
+    return (torch.special.entr(probs_NE).sum() * (top_k / ENTROPY_UNIT)).round().long()
 
 
 def count_per_sequence(experts: Tensor, num_sequences: int, num_experts: int) -> Tensor:

@@ -37,7 +37,7 @@ class ModelOutput(NamedTuple):
     logits: Tensor | None
     """[B, T, V], if there were no labels."""
     stats: dict[str, Tensor]
-    """Detached: "loss_sum_main", "loss_sum_mtp", "moe/load" [L, E], "moe/dropped" [L]."""
+    """Detached: "loss_sum_main", "loss_sum_mtp", "moe/load" [L, E], "moe/dropped" and "moe/entropy" [L]."""
     hidden: Tensor | None = None
     """[B, T, C], from a part of the model that is not the last."""
 
@@ -323,4 +323,5 @@ def _moe_stats(extras: list[BlockExtras]) -> dict[str, Tensor]:
     return {
         "moe/load": torch.stack([extra.load for extra in extras]),
         "moe/dropped": torch.stack([extra.dropped for extra in extras]),
+        "moe/entropy": torch.stack([extra.entropy for extra in extras]),
     }

@@ -20,18 +20,22 @@ class ExpertMeter:
 
     def __init__(self, device: torch.device, layers: Sequence[str], num_experts: int) -> None:
         self._rows = {name: row for row, name in enumerate(layers)}
-        # assignments of each expert, then dropped ones
-        self._counts = torch.zeros(len(layers), num_experts + 1, dtype=torch.int64, device=device)
+        # assignments of each expert, then dropped ones, then the routers' entropy; whole numbers are exact to 2^53
+        self._counts = torch.zeros(len(layers), num_experts + 2, dtype=torch.float64, device=device)
 
-    def add(self, layers: Sequence[str], load_LE: Tensor, dropped_L: Tensor) -> None:
-        """Adds a step's counts of some layers, already summed over the ranks that have these layers."""
-        for name, load_E, dropped in zip(layers, load_LE, dropped_L, strict=True):
-            row = self._counts[self._rows[name]]
-            row[:-1] += load_E
-            row[-1] += dropped
+    def add(self, layers: Sequence[str], load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor) -> None:
+        """Adds a step's counts of some layers, already summed over the ranks that have these layers.
+
+        Args:
+            entropy_L: summed over assignments, in nats.
+        """
+        rows = torch.cat((load_LE.double(), dropped_L[:, None].double(), entropy_L[:, None].double()), dim=1)
+        for name, row in zip(layers, rows, strict=True):
+            self._counts[self._rows[name]] += row
 
     def read(self) -> dict[str, Metric]:
-        """By expert layer: the busiest expert's load over the mean, and the share of assignments dropped. Collective.
+        """By expert layer: the busiest expert's load over the mean, the share of assignments dropped, and the mean
+        entropy of a token's probabilities, in nats. Collective.
 
         Waits for the device, and starts counting anew.
         """
@@ -40,7 +44,11 @@ class ExpertMeter:
         if dist.is_initialized() and dist.get_world_size() > 1:
             # ranks that have a layer agree on its counts, the others have 0
             dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-        load, dropped = counts[:, :-1].double(), counts[:, -1].double()
+        load, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
         imbalance = load.amax(1) / load.mean(1).clamp(min=1e-9)
-        share = dropped / load.sum(1).clamp(min=1)
-        return {"moe/load_max_over_mean": imbalance.tolist(), "moe/drop_share": share.tolist()}
+        total = load.sum(1).clamp(min=1)
+        return {
+            "moe/load_max_over_mean": imbalance.tolist(),
+            "moe/drop_share": (dropped / total).tolist(),
+            "moe/router_entropy": (entropy / total).tolist(),
+        }

@@ -55,6 +55,8 @@ class StepOutcome:
     """int64 [L, E] for each stage of this rank: tokens that chose each expert, over the ranks of the stage"""
     experts_dropped: tuple[Tensor | None, ...]
     """int64 [L] for each stage of this rank: dropped assignments, the same"""
+    router_entropy: tuple[Tensor | None, ...]
+    """int64 [L] for each stage of this rank: `Routing.entropy`, the same"""
 
 
 class TrainStep:
@@ -106,7 +108,7 @@ class TrainStep:
         gradients = self.optimizer.gradient_norm()
         factor = lr_factor(self.config.optim, step, self.config.train.steps)
         self.optimizer.step(factor, gradients)
-        load, dropped = self._balance_experts(totals, gradients.finite)
+        load, dropped, entropy = self._balance_experts(totals, gradients.finite)
         self.engine.publish_weights(cast=not self.optimizer.writes_compute_weights)
         self.engine.zero_gradients()
         return StepOutcome(
@@ -121,6 +123,7 @@ class TrainStep:
             lr=self.config.optim.lr * factor,
             expert_load=load,
             experts_dropped=dropped,
+            router_entropy=entropy,
         )
 
     @property
@@ -180,20 +183,21 @@ class TrainStep:
             )
             torch.manual_seed(seed)
 
-    def _balance_experts(
-        self, totals: Totals, finite: Tensor
-    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    def _balance_experts(self, totals: Totals, finite: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
         """Sums what the routers counted over the ranks of each stage, and moves their biases."""
         loads: list[Tensor | None] = []
         drops: list[Tensor | None] = []
+        entropies: list[Tensor | None] = []
         for index, stage in enumerate(self.stages):
-            load, dropped = totals.stat("moe/load", index), totals.stat("moe/dropped", index)
-            if load is not None and dropped is not None:
-                counts = torch.cat((load, dropped[:, None]), dim=1)
+            load, *others = (totals.stat(f"moe/{name}", index) for name in ("load", "dropped", "entropy"))
+            dropped, entropy = others
+            if load is not None and dropped is not None and entropy is not None:
+                counts = torch.cat((load, dropped[:, None], entropy[:, None]), dim=1)
                 all_reduce(counts, self.mesh["stage"], "stage/moe/load")
-                load, dropped = counts[:, :-1], counts[:, -1]
+                load, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
                 # equal loads move no bias: a skipped step leaves them as they are
                 stage.update_expert_bias(torch.where(finite, load, torch.zeros_like(load)).float())
             loads.append(load)
             drops.append(dropped)
-        return tuple(loads), tuple(drops)
+            entropies.append(entropy)
+        return tuple(loads), tuple(drops), tuple(entropies)

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
+from paceline.models.router import ENTROPY_UNIT
 from paceline.observe.experts import ExpertMeter
 from paceline.observe.hooks import BackwardEnd, CheckpointSaved, Hooks, StepEnd, StepStart
 from paceline.observe.metrics import Meter, Reading
@@ -155,11 +156,10 @@ class Trainer:
         self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
         self.meter.end_step(outcome.grad_norm, ~outcome.finite)
         if self.experts is not None:
-            for stage, load, dropped in zip(
-                self.step.stages, outcome.expert_load, outcome.experts_dropped, strict=True
-            ):
-                if load is not None and dropped is not None:
-                    self.experts.add(stage.moe_layer_names(), load, dropped)
+            counted = (outcome.expert_load, outcome.experts_dropped, outcome.router_entropy)
+            for stage, load, dropped, entropy in zip(self.step.stages, *counted, strict=True):
+                if load is not None and dropped is not None and entropy is not None:
+                    self.experts.add(stage.moe_layer_names(), load, dropped, entropy.double() * ENTROPY_UNIT)
         self.watch.add(self.progress.step, outcome.finite)
 
     def _read(self, number: int, outcome: StepOutcome) -> Reading | None:
