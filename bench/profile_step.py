@@ -33,6 +33,8 @@ from paceline.training.setup import build_parts, rates
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl"),
+    ("products of experts", r"expert_(product|weight)|GroupProblemShape|grouped_mm|grouped_gemm"),
+    ("routing and rows of experts", r"_expert_|topk|radix|bitonic|sort"),
     ("attention", r"flash|fmha|cudnn.*sdpa|attention|sm90_xmma.*fprop|cudnn_generated"),
     ("matrix products", r"gemm|nvjet|cutlass|cublas|sm90_.*mma"),
     ("optimizer", r"adam|multi_tensor|lpnorm|foreach"),

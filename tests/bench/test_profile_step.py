@@ -42,6 +42,17 @@ def test_it_is_told_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 gaps between kernels, 2.0 ms; 0 of them of at most 20 us" in text and "idle" in text
 
 
+def test_kernels_of_experts_are_apart() -> None:
+    names = {
+        "_expert_product_kernel": "products of experts",
+        "void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>": "products of experts",
+        "_expert_combine_kernel": "routing and rows of experts",
+        "void at::native::sbtopk::gatherTopK<float, ...>": "routing and rows of experts",
+        "nvjet_hsh_128x256": "matrix products",
+    }
+    assert {name: profile_step.kind_of(name) for name in names} == names
+
+
 def test_no_kernels_at_all() -> None:
     found = profile_step.summarize([], MS)
     assert found["idle_ms"] == pytest.approx(1.0) and found["gaps"]["number"] == 0

@@ -30,7 +30,7 @@ def cast_rows(x: Tensor) -> Fp8Rows:
     rows = max(1, _NUMBERS // block)
     if R:
         warps = 4 if rows * block <= 8192 else 8
-        _cast_rows_kernel[(triton.cdiv(R, rows),)](x_RC, values, scale, R, C, rows, block, num_warps=warps)
+        _expert_cast_rows_kernel[(triton.cdiv(R, rows),)](x_RC, values, scale, R, C, rows, block, num_warps=warps)
     return Fp8Rows(values, scale)
 
 
@@ -40,7 +40,7 @@ def cast_turned(matrix_EYX: Tensor) -> Fp8Rows:
     E, Y, X = matrix_EYX.shape
     values = torch.empty(E, X, Y, dtype=E4M3, device=matrix_EYX.device)
     scale = torch.empty(E, X, dtype=torch.float32, device=matrix_EYX.device)
-    _cast_turned_kernel[(triton.cdiv(X, _COLUMNS), E)](matrix_EYX, values, scale, Y, X, _ROWS, _COLUMNS)
+    _expert_cast_turned_kernel[(triton.cdiv(X, _COLUMNS), E)](matrix_EYX, values, scale, Y, X, _ROWS, _COLUMNS)
     return Fp8Rows(values, scale)
 
 
@@ -52,7 +52,7 @@ def _factor(largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _cast_rows_kernel(x, values, scale, rows, columns, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_cast_rows_kernel(x, values, scale, rows, columns, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column_C = tl.arange(0, C)
     inside_RC = (row_R < rows)[:, None] & (column_C < columns)[None, :]
@@ -64,7 +64,7 @@ def _cast_rows_kernel(x, values, scale, rows, columns, R: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _cast_turned_kernel(matrix, values, scale, rows, columns, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_cast_turned_kernel(matrix, values, scale, rows, columns, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
     column_C = tl.program_id(0) * C + tl.arange(0, C)
     expert = tl.program_id(1).to(tl.int64)
     largest_C = tl.zeros((C,), dtype=tl.float32)

@@ -132,7 +132,7 @@ def _launch_rows(
             from_values = _described(values, (tiles.rows, tiles.depth))
     tiles_of_rows = triton.cdiv(rows.number, tiles.rows) + min(E, rows.number)
     grid = _grid(tiles_of_rows * triton.cdiv(columns, tiles.columns), tiles, out)
-    _rows_kernel[grid](
+    _expert_product_kernel[grid](
         from_values,
         rows.order.order,
         rows.order.ends,
@@ -186,7 +186,7 @@ def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: 
     grid = _grid(E * triton.cdiv(D, tiles.rows) * triton.cdiv(X, tiles.columns), tiles, out_EDX)
     blocks = _blocks(tiles, E)
     del blocks["PADDED"]
-    _weight_kernel[grid](
+    _expert_weight_kernel[grid](
         grad.values.contiguous(),
         x.values.contiguous(),
         grad.order.order,
@@ -226,7 +226,7 @@ def _blocks(tiles: Tiles, num_experts: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _rows_kernel(  # type: ignore[no-untyped-def]
+def _expert_product_kernel(  # type: ignore[no-untyped-def]
     values,
     order,
     ends,
@@ -362,7 +362,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weight_kernel(  # type: ignore[no-untyped-def]
+def _expert_weight_kernel(  # type: ignore[no-untyped-def]
     grad,
     x,
     order,

@@ -33,7 +33,7 @@ def expert_order_reference(experts_NK: Tensor, kept_NK: Tensor | None, num_exper
         experts_NK: integers.
         kept_NK: bool, False where an assignment was dropped.
     """
-    expert_A = experts_NK.flatten()
+    expert_A = experts_NK.flatten().long()  # what scatters by it takes no narrower one everywhere (torch 2.11)
     if kept_NK is not None:
         expert_A = expert_A.masked_fill(~kept_NK.flatten(), num_experts)
     order_A = expert_A.argsort(stable=True)

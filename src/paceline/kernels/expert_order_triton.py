@@ -33,9 +33,11 @@ def expert_order_triton(
     if size == 0:
         return ExpertOrder(order_A, place_A, ends_E)
     shared = {"HAS_KEPT": kept_NK is not None, "BLOCK": block, "num_warps": 8}
-    _rank_kernel[(blocks,)](expert_A, kept_A, rank_A, counts_EB, size, num_experts, blocks, EXPERTS=128, **shared)
+    _expert_rank_kernel[(blocks,)](
+        expert_A, kept_A, rank_A, counts_EB, size, num_experts, blocks, EXPERTS=128, **shared
+    )
     until_EB = counts_EB.view(-1).cumsum(0, dtype=torch.int32)
-    _place_kernel[(blocks,)](
+    _expert_place_kernel[(blocks,)](
         expert_A, kept_A, rank_A, counts_EB, until_EB, order_A, place_A, ends_E, size, num_experts, blocks,
         PADDED=triton.next_power_of_2(num_experts), **shared,
     )  # fmt: skip
@@ -54,7 +56,7 @@ def _experts_of(expert, kept, assignment, size, num_experts, HAS_KEPT: tl.conste
 
 
 @triton.jit
-def _rank_kernel(  # type: ignore[no-untyped-def]
+def _expert_rank_kernel(  # type: ignore[no-untyped-def]
     expert,
     kept,
     rank,
@@ -79,7 +81,7 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _expert_place_kernel(  # type: ignore[no-untyped-def]
     expert,
     kept,
     rank,

@@ -30,7 +30,7 @@ def spread(x_NC: Tensor, order: ExpertOrder, top_k: int) -> Tensor:
     rows_AC = x_NC.new_empty(len(order.place), C)
     block = min(_WIDE, triton.next_power_of_2(C))
     if rows_AC.numel():
-        _spread_kernel[(N, triton.cdiv(C, block))](x_NC, order.place, rows_AC, C, top_k, block)
+        _expert_spread_kernel[(N, triton.cdiv(C, block))](x_NC, order.place, rows_AC, C, top_k, block)
     return rows_AC
 
 
@@ -40,7 +40,7 @@ def combine(rows_AC: Tensor, order: ExpertOrder, top_k: int) -> Tensor:
     out_NC = rows_AC.new_empty(len(order.place) // top_k, C)
     block = min(_WIDE, triton.next_power_of_2(C))
     if out_NC.numel():
-        _combine_kernel[(len(out_NC), triton.cdiv(C, block))](rows_AC, order.place, out_NC, C, top_k, block)
+        _expert_combine_kernel[(len(out_NC), triton.cdiv(C, block))](rows_AC, order.place, out_NC, C, top_k, block)
     return out_NC
 
 
@@ -50,7 +50,7 @@ def activate(hidden_AMF: Tensor, weights_NK: Tensor, order: ExpertOrder, functio
     act_AF = hidden_AMF.new_empty(A, F)
     grid, block = _tiles(A, F)
     if act_AF.numel():
-        _activate_kernel[grid](
+        _expert_activate_kernel[grid](
             hidden_AMF.contiguous(), weights_NK.contiguous(), order.order, order.ends, act_AF, F, len(order.ends),
             FUNCTION=function, GATED=M == 2, ROWS=_ROWS, COLUMNS=block,
         )  # fmt: skip
@@ -66,7 +66,7 @@ def activate_backward(
     grad_weights = torch.zeros_like(weights_NK, memory_format=torch.contiguous_format)  # of dropped assignments
     grid, block = _tiles(A, F)
     if act_AF.numel():
-        _activate_backward_kernel[grid[:1]](
+        _expert_activate_backward_kernel[grid[:1]](
             hidden_AMF.contiguous(), grad_AF.contiguous(), weights_NK.contiguous(), order.order, order.ends,
             grad_hidden, act_AF, grad_weights, F, len(order.ends),
             FUNCTION=function, GATED=M == 2, ROWS=_ROWS, COLUMNS=block,
@@ -80,7 +80,7 @@ def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], int]:
 
 
 @triton.jit
-def _spread_kernel(x, place, rows, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_spread_kernel(x, place, rows, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     column_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_C = column_C < columns
@@ -91,7 +91,7 @@ def _spread_kernel(x, place, rows, columns, TOP_K: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _combine_kernel(rows, place, out, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_combine_kernel(rows, place, out, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     column_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_C = column_C < columns
@@ -134,7 +134,7 @@ def act_slope(x, FUNCTION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _activate_kernel(  # type: ignore[no-untyped-def]
+def _expert_activate_kernel(  # type: ignore[no-untyped-def]
     hidden,
     weights,
     order,
@@ -163,7 +163,7 @@ def _activate_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _activate_backward_kernel(  # type: ignore[no-untyped-def]
+def _expert_activate_backward_kernel(  # type: ignore[no-untyped-def]
     hidden,
     grad,
     weights,

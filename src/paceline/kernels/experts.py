@@ -238,7 +238,7 @@ def _forward_fake(
     by_assignment = x_NC.new_empty(A, dtype=torch.int32)
     ends_E = x_NC.new_empty(up_EMFC.shape[0], dtype=torch.int32)
     hidden_AMF = x_NC.new_empty(A, *up_EMFC.shape[1:3])
-    return torch.empty_like(x_NC), hidden_AMF, by_assignment, torch.empty_like(by_assignment), ends_E
+    return x_NC.new_empty(x_NC.shape), hidden_AMF, by_assignment, torch.empty_like(by_assignment), ends_E
 
 
 @library.impl(_PREFIX + "backward", "default")
