@@ -15,7 +15,7 @@ from typing import NamedTuple
 from paceline.costs.profiles import find_profile
 from paceline.planner.fitting import RECIPES
 from paceline.planner.published import SOURCES, NotScored, PublishedRun, read_rows, read_run
-from paceline.planner.validate import Cell, Errors, SourceReport, cross_validate, report
+from paceline.planner.validate import Cell, Errors, SourceReport, cross_validate, report, score
 
 DOCS = Path(__file__).parent
 RUNS = DOCS / "measured" / "published_runs.csv"
@@ -66,6 +66,12 @@ it judges.
 {time}
 
 {time_notes}
+
+### Publications that no fit has seen
+
+Scored by the shipped profile of the nearest framework as it is, which was fitted on other publications only.
+
+{unseen}
 
 ## Memory
 
@@ -171,6 +177,16 @@ def time_table(reports: Sequence[SourceReport]) -> str:
     assert everything is not None
     rows.append(errors_row("**all**", everything, "", ""))
     return table(["source", "rows", "MAPE", "median", "p90", "worst", "goal (MAPE)", ""], rows, "lrrrrrll")
+
+
+def unseen_table(reports: Sequence[SourceReport]) -> str:
+    rows = []
+    for one in reports:
+        profile = find_profile(one.scored[0].run.source.profile).title
+        for what, errors in (("step time", one.time), ("memory", one.memory)):
+            if errors is not None:
+                rows.append([one.title, profile, what, *errors_row("", errors, "", "")[1:6]])
+    return table(["source", "profile", "of", "rows", "MAPE", "median", "p90", "worst"], rows, "lllrrrrr")
 
 
 def by_model(one: SourceReport) -> str:
@@ -405,20 +421,23 @@ def page(paths: Sequence[Path]) -> str:
     found = [read_run(row) for row in rows]
     runs = [run for run in found if isinstance(run, PublishedRun)]
     skipped = [row for row in found if isinstance(row, NotScored)]
+    fitted = {source for recipe in RECIPES for source in recipe.sources}
     scored, cells = cross_validate(runs)
     reports = report(scored, cells, skipped)
+    unseen = report(score([run for run in runs if run.source.key not in fitted]), [], skipped)
     conventions = ", ".join(f"{source.title} {source.convention}" for source in SOURCES)
     return HEAD.format(
         rows=len(rows),
         scored=sum(not run.secondary for run in runs),
         time=time_table(reports),
         time_notes=time_notes(reports),
+        unseen=unseen_table(unseen),
         memory=memory_table(reports),
         memory_notes=MEMORY_NOTES,
         fit=fit_table(reports),
         regret=regret_table([cell for one in reports for cell in one.cells]),
         cells=cell_table(reports),
-        pictures="\n".join(draw(reports)),
+        pictures="\n".join(draw([*reports, *unseen])),
         not_scored=not_scored_table(skipped, runs),
         fitted=fitted_table(),
         conventions=conventions,

@@ -81,8 +81,9 @@ def test_the_rows_that_are_kept_here() -> None:
     rows = read_rows([RUNS])
     found = [read_run(row) for row in rows]
     runs = [run for run in found if isinstance(run, PublishedRun)]
-    assert len(found) == len(rows) == 4008
+    assert len(found) == len(rows) == 4125
     timed = Counter(run.source.key for run in runs if run.step_seconds is not None)
     assert timed["vtrain_single"] == 1069 and timed["vtrain_multi"] == 81 and timed["llm_foundry"] == 167
     assert timed["nanotron"] == 1150 and timed["korthikanti"] == 6 and timed["sc21"] == 7
+    assert timed["nemo"] == 8 and timed["bloom"] == 36 and timed["fms"] == 6
     assert all(skipped.reason for skipped in found if isinstance(skipped, NotScored))

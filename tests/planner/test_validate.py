@@ -88,15 +88,18 @@ def test_small_sources_left_out_by_model() -> None:
         assert all(cell.regret <= 0.05 for cell in one.cells)
 
 
-def test_shipped_profiles_explain_what_they_were_fitted_on() -> None:
-    """Median errors of every source: a change of the arithmetic that the profiles were not fitted to again shows."""
+def test_shipped_profiles_explain_what_they_were_fitted_on_and_more() -> None:
+    """Median errors of every source: a change of the arithmetic that the profiles were not fitted to again shows.
+
+    NeMo 24.07, BLOOM's trials and fms-fsdp no fit has seen.
+    """
     limits = {
         "vtrain_single": 0.08, "vtrain_multi": 0.05, "nanotron": 0.12, "llm_foundry": 0.06, "bridge": 0.10,
-        "torchtitan": 0.08, "sc21": 0.06, "korthikanti": 0.04,
+        "torchtitan": 0.08, "sc21": 0.06, "korthikanti": 0.04, "nemo": 0.08, "bloom": 0.10, "fms": 0.10,
     }  # fmt: skip
     found = [read_run(row) for row in read_rows([RUNS])]
     runs = [run for run in found if isinstance(run, PublishedRun)]
-    assert {source for recipe in RECIPES for source in recipe.sources} == set(limits)
+    assert {source for recipe in RECIPES for source in recipe.sources} == set(limits) - {"nemo", "bloom", "fms"}
     for one in report(score(runs), [], []):
         assert one.time is not None and one.time.median < limits[one.key], one.key
 

@@ -195,6 +195,7 @@ INTERCONNECTS: dict[str, tuple[float, str]] = {
     "ib800": (100.0, "one 800 Gb/s ConnectX-8 card a GPU (B300, GB300)"),
     "roce400": (50.0, "one 400 Gb/s RoCE card a GPU"),
     "efa400": (50.0, "EFA: 3200 Gb/s for a node of 8 (p5)"),
+    "opa50": (6.25, "half of a 100 Gb/s Omni-Path card a GPU: four cards for a node of 8 (Jean Zay)"),
     "efa100": (6.25, "EFA v1: 400 Gb/s for a node of 8 (p4d)"),
     "eth100": (1.5625, "one 100 Gb/s card for a node of 8"),
     "eth25": (0.39, "one 25 Gb/s card for a node of 8"),

@@ -47,6 +47,8 @@ class Source:
     """Where the table has none."""
     selective: tuple[str, ...] = ()
     """What "selective" means where the table does not say more."""
+    outside_gib: float = 0.0
+    """What the memory column counts beside torch's allocator (nvidia-smi: context and libraries)."""
     gigabytes: float = 2**30
     """Bytes of the memory column's unit. nanotron prints GiB: its runs reach 77.4 of a card's 79.1 GiB and never more,
     and sharding 12 bytes a parameter of the 1B model over 256 ranks saves 14.9 = 12 x 1.342e9 / 2**30."""
@@ -80,6 +82,18 @@ SOURCES: tuple[Source, ...] = (
     Source(
         key="sc21", title="Megatron-LM 2021 (SC'21)", prefix=("megatron-sc21-",), profile="megatron_2021",
         convention="hardware", network="ib200", fused_attention=False, sequence_parallel=False, recompute="full",
+    ),
+    Source(
+        key="nemo", title="NeMo 24.07", prefix=("nemo2407-",), profile="megatron_bridge", convention="full",
+        activation="swiglu", norm="rmsnorm", tie_embeddings=False,
+    ),
+    Source(
+        key="bloom", title="BLOOM's trials", prefix=("bloom-",), profile="megatron_2021", convention="hardware",
+        network="opa50", outside_gib=1.7, fused_attention=False, sequence_parallel=False, recompute="full",
+    ),
+    Source(
+        key="fms", title="fms-fsdp", prefix=("fms-",), profile="torchtitan", convention="full",
+        activation="swiglu", norm="rmsnorm", tie_embeddings=False, network="ib200",
     ),
     Source(
         key="korthikanti", title="Korthikanti and others", prefix=("korthikanti-",), profile="megatron_2021",
@@ -219,6 +233,7 @@ def _model(row: dict[str, str], source: Source, seq_len: int, pp: int) -> ModelC
     experts = _number(row, "experts", 0)
     known = _KNOWN.get(row["model"].split(" (")[0].strip(), {})
     heads = _number(row, "heads")
+    gpt = row["model"].startswith("GPT3")
     fields: dict[str, object] = {
         "num_layers": _number(row, "layers"),
         "hidden_size": _number(row, "hidden"),
@@ -227,10 +242,10 @@ def _model(row: dict[str, str], source: Source, seq_len: int, pp: int) -> ModelC
         "ffn_size": _number(row, "ffn"),
         "vocab_size": _number(row, "vocab", source.vocab),
         "max_seq_len": seq_len,
-        "activation": source.activation,
-        "norm": source.norm,
-        "position": "rope" if source.norm == "rmsnorm" else "learned",
-        "tie_embeddings": source.tie_embeddings,
+        "activation": "gelu" if gpt else source.activation,
+        "norm": "layernorm" if gpt else source.norm,
+        "position": "learned" if gpt or source.norm == "layernorm" else "rope",
+        "tie_embeddings": gpt or source.tie_embeddings,
         "head_dim": max(2, _number(row, "hidden") // heads // 2 * 2),
     }
     if source.key == "nanotron":
@@ -310,7 +325,7 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
         workload=work,
         cluster=cluster,
         step_seconds=measured,
-        memory_bytes=None if memory is None else memory * source.gigabytes,
+        memory_bytes=None if memory is None else (memory - source.outside_gib) * source.gigabytes,
         release=row["source"].partition("[")[2].rstrip("]"),
         crashed=crashed and measured is None,
         secondary=row.get("evidence") == "secondary",
@@ -332,7 +347,7 @@ def _precision(row: dict[str, str]) -> Precision:
 def _zero(row: dict[str, str]) -> Literal[0, 1, 2, 3]:
     text = row["zero"].strip()
     written: dict[str, Literal[0, 1, 2, 3]] = {"0": 0, "1": 1, "2": 2, "3": 3}
-    return written.get(text[:1], 3 if "FSDP" in text else 0)
+    return written.get(text[:1], 3 if "SDP" in text else 0)  # FSDP, HSDP
 
 
 def _recompute(row: dict[str, str], source: Source) -> tuple[Recompute, tuple[str, ...]]:
