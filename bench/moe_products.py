@@ -37,6 +37,7 @@ from torch import Tensor
 
 from paceline.config.model import Activation, FeedForwardSpec, MoEConfig, MoESpec
 from paceline.kernels import expert_gemm, expert_rows
+from paceline.kernels.expert_fp8 import cast_rows
 from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_order import expert_order_reference
 from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, cast_matrices
@@ -423,6 +424,15 @@ def _steps_of(shape: Shape, device: torch.device) -> Iterator[tuple[str, Any]]:
                     up_flops,
                 ),
             )
+    for who, p in products.items():
+        # as a layer multiplies them: written rows for torch, and only forward with the fast accumulator
+        for what, operand, matrix, flops, fast in (
+            ("x @ up", "x", "up", up_flops, True),
+            ("@ down", "act", "down", one, True),
+            ("grad @ down.T", "grad", "down_turned", one, False),
+            ("@ up.T", "hidden", "up_turned", up_flops, False),
+        ):
+            yield f"{what}, fp8, {who}", functools.partial(_fp8_product, p, who, operand, matrix, flops, fast)
     if "triton" in products:
         dense = products["triton"]
         yield "x @ up of written rows, triton", lambda r: (_product(dense, _written(r, r.x), r.up.mT), 0.0, up_flops)
@@ -439,6 +449,20 @@ def _wide(rows: _Rows) -> Tensor:
 
 def _written(rows: _Rows, values: Tensor) -> Rows:
     return rows.dense(rows.picked(values).dense())
+
+
+def _fp8_product(
+    module: Any, who: str, operand: str, matrix: str, flops: float, fast: bool, rows: _Rows
+) -> tuple[Callable[[], object], float, float]:
+    M, F = rows.shape.matrices, rows.shape.width
+    fp8 = cast_matrices(rows.up.unflatten(1, (M, F)), rows.down)
+    values, scale = cast_rows(getattr(rows, operand))
+    picked = operand in ("x", "grad")
+    cast = Rows(values, rows.order, rows.shape.top_k if picked else 1, picked=picked, scale=scale)
+    if who == "torch":
+        cast = Rows(cast.dense(), rows.order, scale=cast.dense_scale())
+    one, its_scale = getattr(fp8, matrix).mT, getattr(fp8, f"{matrix}_scale")
+    return functools.partial(module.product, cast, one, its_scale, fast=fast), 0.0, flops
 
 
 def _product(module: Any, operand: Rows, matrix: Tensor, **options: Any) -> Callable[[], object]:
