@@ -176,7 +176,7 @@ def test_one_graph_serves_all_layers(mode: Any, options: Fp8Options) -> None:
         return traced(graph, inputs)
 
     weights = Fp8Weights()
-    expected, model = _gradients(_model(num_layers=4)), _model(options, weights=weights, num_layers=4)
+    expected, model = _gradients(_model(options, num_layers=4)), _model(options, weights=weights, num_layers=4)
     recompute(list(model.blocks.values()), mode)
     compile_blocks(list(model.blocks.values()), backend=backend)  # type: ignore[arg-type]
     found = _gradients(model)

@@ -53,7 +53,7 @@ class TrainConfig(Section):
     use."""
     fp8_cast_kernel: Literal["torch", "triton"] = "torch"
     """Who casts and transposes tensors that have one scale, on a GPU: operations of torch, which a compiled block fuses
-    with what makes the tensor, or one Triton kernel."""
+    with what makes the tensor, or one Triton kernel, and two more that make a gated MLP's numbers and cast them."""
     fp8_experts: bool = False
     """With `parallel.expert_kernels` other than `plain`: also the products of experts, for outputs and for gradients of
     activations, with scales of rows. Their weight gradients stay in bf16."""

@@ -43,7 +43,7 @@ def combine(rows_AC: Tensor, order: ExpertOrder, top_k: int) -> Tensor:
 
 def activate(hidden_AMF: Tensor, weights_NK: Tensor, order: ExpertOrder, function: ActivationFunction) -> Tensor:
     """[A, F]: the activation, times the other matrix's output where there is one, times the row's weight."""
-    value_AF, _ = _value_and_slope(at_least_fp32(hidden_AMF[:, 0]), function)
+    value_AF, _ = value_and_slope(at_least_fp32(hidden_AMF[:, 0]), function)
     if hidden_AMF.shape[1] == 2:
         value_AF = value_AF * at_least_fp32(hidden_AMF[:, 1])
     return (value_AF * _weight_of_rows(weights_NK, order)).to(hidden_AMF.dtype)
@@ -53,7 +53,7 @@ def activate_backward(
     hidden_AMF: Tensor, grad_AF: Tensor, weights_NK: Tensor, order: ExpertOrder, function: ActivationFunction
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the hidden numbers [A, M, F]; `activate` [A, F]; gradients of the weights [N, K]."""
-    value_AF, slope_AF = _value_and_slope(at_least_fp32(hidden_AMF[:, 0]), function)
+    value_AF, slope_AF = value_and_slope(at_least_fp32(hidden_AMF[:, 0]), function)
     weight_A1, grad_wide_AF = _weight_of_rows(weights_NK, order), at_least_fp32(grad_AF)
     weighted_AF = grad_wide_AF * weight_A1
     if hidden_AMF.shape[1] == 2:
@@ -77,7 +77,7 @@ def _weight_of_rows(weights_NK: Tensor, order: ExpertOrder) -> Tensor:
     return at_least_fp32(weights_NK.flatten().index_select(0, order.order))[:, None]
 
 
-def _value_and_slope(x: Tensor, function: ActivationFunction) -> tuple[Tensor, Tensor]:
+def value_and_slope(x: Tensor, function: ActivationFunction) -> tuple[Tensor, Tensor]:
     """The function, and its derivative. ``x`` in at least fp32."""
     assert x.dtype == wide_dtype(x.dtype)
     if function == "silu":

@@ -114,13 +114,13 @@ def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def turned(values_RC: Tensor, scale: Tensor) -> Fp8:
     """What `cast_by` gave, for a product over R."""
-    return Fp8(_transposed_values(values_RC), scale)
+    return Fp8(padded_and_turned(values_RC), scale)
 
 
 def transposed(rows: Fp8) -> Fp8:
     """The same numbers for a product over the other dim. Only where one scale serves the whole matrix."""
     assert rows.scale.dim() == 0, "rows have scales of their own: cast the columns"
-    return Fp8(_transposed_values(rows.values), rows.scale)
+    return Fp8(padded_and_turned(rows.values), rows.scale)
 
 
 def cast_both(
@@ -144,7 +144,7 @@ def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Te
     if x_RC.is_cuda:
         return _cast_joined([x_RC], factor, dtype)
     values = _cast(x_RC, factor, dtype)
-    return values, _transposed_values(values)
+    return values, padded_and_turned(values)
 
 
 def cast_weights_both(
@@ -224,7 +224,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _transposed_values(values_RC: Tensor) -> Tensor:
+def padded_and_turned(values_RC: Tensor) -> Tensor:
     missing = -values_RC.shape[0] % MULTIPLE
     if missing:
         # as bytes: fp8 has no padding kernel, and its zero is a zero byte

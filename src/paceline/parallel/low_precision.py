@@ -28,6 +28,7 @@ from paceline.costs.placement import placement
 from paceline.errors import ConfigError
 from paceline.kernels.fp8 import CachedWeight, Cut, cast_weights, fp8_linears, why_not_fp8
 from paceline.kernels.fp8_cast import CastKernel, Fp8, Scaling, product
+from paceline.kernels.fp8_mlp import fp8_gated_mlp
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
 from paceline.models.transformer import Transformer
@@ -217,13 +218,17 @@ def _change_sublayer(prefix: str, sublayer: Sublayer, change: _Change) -> Iterat
         sublayer.project = _project(joined, sublayer, meeting)  # type: ignore[method-assign, assignment]
         yield joined
     last = sublayer.down_proj if isinstance(sublayer, FeedForward) else sublayer.o_proj
+    behind: JoinedLinears | None = None
     for module, name in names.items():
         if isinstance(module, nn.Linear) and module not in first and name not in skip:
             alone = _join(prefix, {name: module}, change, meeting)
             if alone is not None:
                 scatters = meeting if module is last else None
                 module.forward = _forward(alone, scatters)  # type: ignore[method-assign, assignment]
+                behind = alone if module is last else behind
                 yield alone
+    if isinstance(sublayer, FeedForward) and joined is not None and behind is not None:
+        _fuse_gated(sublayer, joined, behind, change)
 
 
 def _join(
@@ -262,6 +267,28 @@ def _project(
         return tuple(next(outputs) if is_fp8 else next(left) for is_fp8 in in_fp8)
 
     return project
+
+
+_GATES: Mapping[str, str] = {"swiglu": "silu", "geglu": "gelu_tanh"}
+
+
+def _fuse_gated(sublayer: FeedForward, first: JoinedLinears, down: JoinedLinears, change: _Change) -> None:
+    """With one kernel for casts, a gated MLP is one operation in training: see `kernels/fp8_mlp.py`."""
+    function, options = _GATES.get(change.stage.config.activation), change.options
+    whole = len(first.linears) == len(sublayer.in_projs) and first.cut is None and down.cut is None
+    biased = any(linear.bias is not None for linear in (*first.linears, *down.linears))
+    if function is None or options.kernel != "triton" or options.scaling != "tensorwise" or not whole or biased:
+        return
+    apart = sublayer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        weights = [linear.weight for linear in (*first.linears, *down.linears)]
+        if not torch.is_grad_enabled() or not all(tensor.requires_grad for tensor in (x, *weights)):
+            return apart(x)
+        cached = {"cached_first": first.cached, "cached_down": down.cached}
+        return fp8_gated_mlp(x, weights[:-1], weights[-1], function=function, **cached)
+
+    sublayer.forward = forward  # type: ignore[method-assign]
 
 
 def _set_values_apart(attention: GroupedQueryAttention, products: Sequence[JoinedLinears]) -> None:

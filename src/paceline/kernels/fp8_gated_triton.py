@@ -1,0 +1,150 @@
+"""`kernels/fp8_gated.py` as kernels. Imported only where they run: Triton does not come with a CPU build of torch.
+
+Dims as there; R rows and C columns of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.expert_rows_triton import act_slope, act_value
+
+_ROWS, _COLUMNS = 64, 64
+"""Of a tile: rows of 64 bytes in fp8 are two sectors on either side. Not tuned yet."""
+_WARPS = 4
+
+
+def gated_largest(joined_MX: Tensor, function: str) -> Tensor:
+    """See `fp8_gated.gated_largest`."""
+    return _largest(joined_MX, joined_MX, function, backward=False)
+
+
+def gated_backward_largest(joined_MX: Tensor, grad_MF: Tensor, function: str) -> Tensor:
+    """See `fp8_gated.gated_backward_largest`."""
+    return _largest(joined_MX, grad_MF, function, backward=True)
+
+
+def _largest(joined_MX: Tensor, grad_MF: Tensor, function: str, *, backward: bool) -> Tensor:
+    (tokens, both), width = joined_MX.shape, joined_MX.shape[1] // 2
+    assert joined_MX.is_contiguous() and grad_MF.is_contiguous() and both == 2 * width
+    grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(tokens, _ROWS))
+    partial = joined_MX.new_empty(grid[::-1], dtype=torch.float32)
+    _largest_kernel[grid](
+        joined_MX, grad_MF, partial, tokens, width, function, backward, _ROWS, _COLUMNS, num_warps=_WARPS
+    )
+    return partial.amax()
+
+
+def gated_cast(joined_MX: Tensor, factor: Tensor, values_MF: Tensor, turned_FP: Tensor, function: str) -> None:
+    """See `fp8_gated.gated_cast`."""
+    _cast(joined_MX, joined_MX, factor, values_MF, turned_FP, function, backward=False)
+
+
+def gated_backward_cast(
+    joined_MX: Tensor, grad_MF: Tensor, factor: Tensor, values_MX: Tensor, turned_XP: Tensor, function: str
+) -> None:
+    """See `fp8_gated.gated_backward_cast`."""
+    _cast(joined_MX, grad_MF, factor, values_MX, turned_XP, function, backward=True)
+
+
+def _cast(
+    joined_MX: Tensor,
+    grad_MF: Tensor,
+    factor: Tensor,
+    values: Tensor,
+    turned: Tensor,
+    function: str,
+    *,
+    backward: bool,
+) -> None:
+    tokens, width, padded = joined_MX.shape[0], joined_MX.shape[1] // 2, turned.shape[1]
+    assert all(tensor.is_contiguous() for tensor in (joined_MX, grad_MF, values, turned))
+    # tiles of columns first: neighbouring programs then read neighbouring addresses
+    grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(padded, _ROWS))
+    _cast_kernel[grid](
+        joined_MX, grad_MF, factor, values, turned, tokens, width, padded, function, backward, _ROWS, _COLUMNS,
+        num_warps=_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _largest_kernel(  # type: ignore[no-untyped-def]
+    joined,
+    grad,
+    partial,
+    tokens,
+    width,
+    FUNCTION: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row_R = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_RC = (row_R < tokens)[:, None] & (column_C < width)[None, :]
+    at_RC = row_R[:, None] * (2 * width) + column_C[None, :]
+    gate_RC = tl.load(joined + at_RC, mask=inside_RC, other=0.0).to(tl.float32)
+    up_RC = tl.load(joined + at_RC + width, mask=inside_RC, other=0.0).to(tl.float32)
+    if BACKWARD:
+        grad_RC = tl.load(grad + row_R[:, None] * width + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
+        first_RC = tl.abs(grad_RC * up_RC * act_slope(gate_RC, FUNCTION))
+        second_RC = tl.abs(grad_RC * act_value(gate_RC, FUNCTION))
+        # a maximum may lose a nan, but not inf, which spoils the tensor as well
+        first_RC = tl.where(first_RC == first_RC, first_RC, float("inf"))
+        second_RC = tl.where(second_RC == second_RC, second_RC, float("inf"))
+        largest_RC = tl.maximum(first_RC, second_RC)
+    else:
+        largest_RC = tl.abs(act_value(gate_RC, FUNCTION) * up_RC)
+        largest_RC = tl.where(largest_RC == largest_RC, largest_RC, float("inf"))
+    place = partial + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(place, tl.max(tl.max(largest_RC, axis=1), axis=0))
+
+
+@triton.jit
+def _store_both_ways(  # type: ignore[no-untyped-def]
+    value_RC, values, turned, row_R, column_C, tokens, stride, padded, inside_RC, inside_CR
+):
+    cast_RC = value_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
+    tl.store(values + row_R[:, None] * stride + column_C[None, :], cast_RC, mask=inside_RC)
+    tl.store(turned + column_C[:, None] * padded + row_R[None, :], tl.trans(cast_RC), mask=inside_CR)
+
+
+@triton.jit
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    joined,
+    grad,
+    factor,
+    values,
+    turned,
+    tokens,
+    width,
+    padded,
+    FUNCTION: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row_R = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_RC = (row_R < tokens)[:, None] & (column_C < width)[None, :]
+    # what fills up: rows that were not loaded are zero
+    inside_CR = (column_C < width)[:, None] & (row_R < padded)[None, :]
+    at_RC = row_R[:, None] * (2 * width) + column_C[None, :]
+    gate_RC = tl.load(joined + at_RC, mask=inside_RC, other=0.0).to(tl.float32)
+    up_RC = tl.load(joined + at_RC + width, mask=inside_RC, other=0.0).to(tl.float32)
+    times = tl.load(factor)
+    if BACKWARD:
+        grad_RC = tl.load(grad + row_R[:, None] * width + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
+        first_RC = grad_RC * up_RC * act_slope(gate_RC, FUNCTION) * times
+        second_RC = grad_RC * act_value(gate_RC, FUNCTION) * times
+        stride = 2 * width
+        _store_both_ways(first_RC, values, turned, row_R, column_C, tokens, stride, padded, inside_RC, inside_CR)
+        _store_both_ways(
+            second_RC, values, turned, row_R, column_C + width, tokens, stride, padded, inside_RC, inside_CR
+        )
+    else:
+        value_RC = act_value(gate_RC, FUNCTION) * up_RC * times
+        _store_both_ways(value_RC, values, turned, row_R, column_C, tokens, width, padded, inside_RC, inside_CR)
