@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cli.plan_page import KINDS, plan_page
-from paceline.config.asked import Asked
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import differences
 from paceline.config.run import RunConfig
@@ -23,7 +22,7 @@ from paceline.costs.layers import count_parameters
 from paceline.costs.step import StageMemory
 from paceline.costs.workload import Cluster
 from paceline.errors import ConfigError
-from paceline.planner.rank import OBJECTIVES, Candidate, Ranking, estimate_config, rank_counts
+from paceline.planner.rank import OBJECTIVES, Candidate, Ranking, estimate_config, rank, rank_counts
 from paceline.planner.reasons import Reasons, layout_text, reasons
 from paceline.planner.request import Request, count_of, parse_only, refuse_held
 from paceline.report import units
@@ -285,43 +284,46 @@ MOMENTS = ("start_up", "forward_peak", "backward_peak", "optimizer_step")
 
 
 def explain_memory_of(request: Request, *, as_json: bool) -> None:
-    """Bytes of the recipe's own layout.
+    """Bytes of the recipe's own layout; of a preset, of the best one.
 
     Raises:
         ConfigError: it cannot be run on so many GPUs; names the nearest that can.
     """
     config, cluster = request.config, request.cluster
-    refuse_errors(check(config, request.recipe.registry, cluster.gpus))
-    found = estimate_config(config, cluster, request.profile)
+    if request.is_preset:
+        ranking = rank(config, cluster, profile=request.profile)
+        found = ([*ranking.fitting[:1], *_lightest(ranking)] or [estimate_config(config, cluster, request.profile)])[0]
+    else:
+        refuse_errors(check(config, request.recipe.registry, cluster.gpus))
+        found = estimate_config(config, cluster, request.profile)
     if as_json:
-        typer.echo(json.dumps([_as_dict(rank, stage) for rank, stage in enumerate(found.estimate.stages)], indent=1))
+        typer.echo(json.dumps([_as_dict(place, stage) for place, stage in enumerate(found.estimate.stages)], indent=1))
         return
     console = make_console()
     print_table(console, memory_table(found, cluster))
     console.print()
     print_table(console, moments_table(found))
-    asked = Asked.of(config, cluster.gpus)
     verdict = "fits" if found.estimate.fits else "does not fit"
     room = units.size(cluster.gpu.memory_bytes)
     console.print()
     console.print(
-        Text(f"{layout_text(asked.config)} on {cluster.name} {verdict}: {found.estimate.memory_gib:.2f} GiB of {room}.")
+        Text(f"{layout_text(found.config)} on {cluster.name} {verdict}: {found.estimate.memory_gib:.2f} GiB of {room}.")
     )
     if not found.estimate.fits:
         console.print(Text(f"  → paceline plan {request.name} --gpus {cluster.gpus} lists layouts that do."))
 
 
-def _as_dict(rank: int, stage: StageMemory) -> dict[str, Any]:
+def _as_dict(place: int, stage: StageMemory) -> dict[str, Any]:
     kinds = {f"{kind}_gib": getattr(stage, kind) / 2**30 for kind in KINDS}
     moments = {f"{name}_gib": value / 2**30 for name, value in stage.moments.items()}
-    return {"pipeline_rank": rank, **kinds, "total_gib": stage.total / 2**30, **moments}
+    return {"pipeline_rank": place, **kinds, "total_gib": stage.total / 2**30, **moments}
 
 
 def memory_table(found: Candidate, cluster: Cluster) -> Table:
     """Bytes by kind for each position of the pipeline, at their peak."""
     rows = [
-        (str(rank), *(f"{getattr(stage, kind) / 2**30:.2f}" for kind in KINDS), f"{stage.total / 2**30:.2f}")
-        for rank, stage in enumerate(found.estimate.stages)
+        (str(place), *(f"{getattr(stage, kind) / 2**30:.2f}" for kind in KINDS), f"{stage.total / 2**30:.2f}")
+        for place, stage in enumerate(found.estimate.stages)
     ]
     return table(
         (">pp", *(f">{kind}" for kind in KINDS), ">total"),
@@ -337,8 +339,8 @@ def memory_table(found: Candidate, cluster: Cluster) -> Table:
 def moments_table(found: Candidate) -> Table:
     """What is held when."""
     rows = []
-    for rank, stage in enumerate(found.estimate.stages):
+    for place, stage in enumerate(found.estimate.stages):
         moments = stage.moments
-        rows.append((str(rank), *(f"{moments[name] / 2**30:.2f}" for name in MOMENTS)))
+        rows.append((str(place), *(f"{moments[name] / 2**30:.2f}" for name in MOMENTS)))
     titles = [f">{name.replace('_', ' ')}" for name in MOMENTS]
     return table((">pp", *titles), rows, title="The same by moment of a step, in GiB")

@@ -61,6 +61,8 @@ class Reasons:
 def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> Reasons:
     """Of a ranking with a first layout, or of one where nothing fits."""
     best = ranking.fitting[0] if ranking.fitting else None
+    if best and best.gpus != cluster.gpus:  # of fewer, which cost less
+        cluster = replace(cluster, gpus=best.gpus, gpus_per_node=min(cluster.gpus_per_node, best.gpus))
     return Reasons(
         first=tuple(_first(best, cluster)) if best else (),
         others=tuple(_others(ranking, best)) if best else (),

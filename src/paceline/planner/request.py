@@ -135,7 +135,8 @@ def load(name: str, overrides: Sequence[str], gpus: int | None) -> tuple[Recipe,
         )
     longest = resolve({"model": {"preset": name}}).config.model.max_seq_len
     seq_len = min(4096, longest)
-    batch = max(128, 2 ** math.ceil(math.log2(2 * (gpus or 1))))
+    odd = (gpus or 1) // ((gpus or 1) & -(gpus or 1))  # which must be in the batch, for data parallelism over all
+    batch = odd * 2 ** math.ceil(math.log2(max(128, 2 * (gpus or 1)) / odd))
     given = {override.partition("=")[0].strip() for override in overrides}
     train: dict[str, Any] = {"seq_len": seq_len, "global_batch_size": batch, "steps": 1000}
     recipe = resolve({"model": {"preset": name}, "train": train}, overrides)

@@ -81,10 +81,11 @@ def size(
 
     guess = needed * flops / (_FIRST_GUESS * 1e12 * peak)
     at = next((index for index, count in enumerate(counts) if count >= guess), len(counts) - 1)
-    while at + 1 < len(counts) and not is_enough(counts[at]) and counts[at] < 64 * max(guess, gpus_per_node):
-        at += 1
-    while at > 0 and is_enough(counts[at]) and is_enough(counts[at - 1]):
-        at -= 1
+    low, high = _bracket(at, lambda index: is_enough(counts[index]), _last(counts, guess, gpus_per_node))
+    while high - low > 1:  # more GPUs are faster, but for what divides badly
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(counts[middle]) else (middle, high)
+    enough = [count for count in sorted(found) if is_enough(count)]
     return Sizing(
         tokens=tokens,
         flops_per_token=flops,
@@ -92,8 +93,31 @@ def size(
         days=days,
         needed_tokens_per_second=needed,
         tried=tuple(sorted(found.items())),
-        chosen=best(counts[at]) if is_enough(counts[at]) else None,
+        chosen=best(enough[0]) if enough else None,
     )
+
+
+def _last(counts: list[int], guess: float, gpus_per_node: int) -> int:
+    """Index of the most GPUs that are tried: 64 times the guess."""
+    return max(index for index, count in enumerate(counts) if index == 0 or count <= 64 * max(guess, gpus_per_node))
+
+
+def _bracket(start: int, is_enough: Callable[[int], bool], last: int) -> tuple[int, int]:
+    """(an index that is not enough, or -1; one that is, or ``last``), found in steps that double."""
+    low, high, step = -1, last, 1
+    at = min(start, last)
+    if is_enough(at):
+        high = at
+        while at - step >= 0 and is_enough(at - step):
+            at, high, step = at - step, at - step, 2 * step
+        return max(low, at - step), high
+    low = at
+    while low < last:
+        at = min(last, low + step)
+        if is_enough(at):
+            return low, at
+        low, step = at, 2 * step
+    return last - 1, last
 
 
 def with_batch(config: RunConfig, gpus: int) -> RunConfig:
