@@ -222,6 +222,8 @@ def _degrees_text(of: Degrees) -> str:
 
 def _helps(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
     """Single changes to the first layout that a run would accept, each predicted."""
+    if best.config.parallel.offload != "none":
+        yield from _without_host(best.config, cluster, profile)
     asked = Asked.of(best.config, best.gpus)
     found = []
     for name, changes, remark, machines in _changes(best.config, cluster):
@@ -244,6 +246,24 @@ def _helps(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[Find
             subject=f"{name}: {speed:+.1%} tokens/s, {memory:+.1f} GiB, predicted",
             evidence="The same layout with that one change.",
             next_step=step,
+        )
+
+
+def _without_host(config: RunConfig, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
+    """The best layout that needs no host memory, with moments of 8 bits."""
+    plain = config.parallel.model_copy(update={"offload": "none"})
+    optim = config.optim.model_copy(update={"name": "adamw8bit"})
+    other = config.model_copy(update={"parallel": plain, "optim": optim})
+    found = rank(other, cluster, profile=profile, keep=8, probe=60, offload=False)
+    if found.fitting:
+        best = found.fitting[0]
+        yield Finding(
+            id="planner/eight-bit",
+            severity="note",
+            subject=f"8-bit moments fit without host memory: {layout_text(best.config)}, "
+            f"{best.estimate.memory_gib:.1f} GiB, {units.count(best.tokens_per_second)} tokens/s, predicted",
+            evidence="Moments of AdamW in 8 bits with a scale for every 256: about 2 bytes a parameter in place of 8.",
+            next_step="--set optim.name=adamw8bit",
         )
 
 
