@@ -192,7 +192,8 @@ def _states(
             unreduced = (2.0 if work.reduce_bf16 else 4.0) * held.here
         gathered = width * (2 * held.largest_layer + held.head if work.zero == 3 else held.here) + unreduced
         return 4.0 * held.shard, 4.0 * held.shard, moments * held.shard, gathered
-    gradient = 2.0 if work.accumulate_bf16 else profile.gradient_bytes
+    in_bf16 = work.accumulate_bf16 or (profile.sums_as_reduced and work.reduce_bf16)
+    gradient = 2.0 if in_bf16 else profile.gradient_bytes
     gradients = gradient * (held.shard if work.zero == 2 else held.here)
     if work.accumulate_bf16 and work.zero < 2:
         gradients += 4.0 * held.shard

@@ -100,6 +100,8 @@ class Profile:
     # ---- memory
     gradient_bytes: float = 4.0
     """Of a gradient as it is kept over a step."""
+    sums_as_reduced: bool = False
+    """Gradients are kept in the precision in which they are reduced (Megatron's `--grad-reduce-in-bf16`)."""
     keeps_eight_bits: bool = False
     """In fp8 and fp4 the inputs of linears are kept in 8 bits (Transformer Engine)."""
     accumulates_whole: bool = False
@@ -147,18 +149,26 @@ PACELINE = Profile(
     framework_gib=0.0,
     logit_bytes=10.0,
 )
+# by hand: the fit of Megatron Bridge, and runs of Megatron-LM on two H200s where the two differ
 MEGATRON = Profile(
     name="megatron",
     title="Megatron-LM",
     gemm_efficiency=0.93,
     attention_efficiency=0.60,
-    hbm_efficiency=0.75,
-    launch_us=150.0,
+    hbm_efficiency=0.72,
+    cast_efficiency=0.60,
+    expert_gemm_efficiency=0.40,
+    expert_hbm_efficiency=0.12,
+    launch_us=100.0,
+    nvlink_efficiency=0.8,
+    network_efficiency=0.47,
     gradient_overlap=0.85,
     parameter_overlap=0.85,
-    tensor_overlap=0.3,
+    tensor_overlap=0.53,
+    send_exposed=0.1,
     kept_hidden=5.0,
     keeps_eight_bits=True,
+    sums_as_reduced=True,
 )
 VTRAIN = Profile(
     name="megatron_deepspeed",
@@ -261,23 +271,23 @@ BRIDGE = Profile(
     name="megatron_bridge",
     title="Megatron Bridge, NeMo",
     gemm_efficiency=1.1,
-    attention_efficiency=0.446,
+    attention_efficiency=0.444,
     hbm_efficiency=0.95,
     cast_efficiency=1.0,
-    expert_gemm_efficiency=0.538,
+    expert_gemm_efficiency=0.542,
     expert_hbm_efficiency=0.95,
     launch_us=5.0,
     call_us=15.0,
     send_us=20.0,
     nvlink_efficiency=0.8,
-    network_efficiency=0.468,
+    network_efficiency=0.312,
     gradient_overlap=0.8,
     parameter_overlap=0.8,
-    tensor_overlap=0.529,
+    tensor_overlap=0.543,
     expert_overlap=0.9,
     send_exposed=1.4e-13,
     step_ms=10.0,
-    gradient_bytes=2.0,
+    sums_as_reduced=True,
     keeps_eight_bits=True,
 )
 

@@ -161,17 +161,14 @@ def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload,
     told = []
     for name, value in changes.items():
         before = given.get(name)
+        if before is None and value == ("1",) and _is_default_one(name, work):
+            continue
         if value is None:
             given.pop(name, None)
         else:
             given[name] = value
-        if before != value and not (value == ("1",) and before is None):
+        if before != value:
             told.append((f"--{name}", _shown(before), "dropped" if value is None else _shown(value)))
-        elif before is None and value == ("1",):
-            given.pop(name, None)
-            if name == "expert-tensor-parallel-size" and work.tp > 1:  # there the default is tp
-                given[name] = value
-                told.append((f"--{name}", "", "1"))
     for unknown in run.flags.unknown:
         given[unknown.name] = unknown.values
     words = tuple(word for name, values in given.items() for word in (f"--{name}", *values))
@@ -194,6 +191,11 @@ def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload,
         estimate=predict(work, cluster, profile),
         work=work,
     )
+
+
+def _is_default_one(name: str, work: Workload) -> bool:
+    """Whether Megatron takes 1 where the flag is not given; of experts' tensor parallelism it takes tp."""
+    return name.endswith("-parallel-size") and (name != "expert-tensor-parallel-size" or work.tp == 1)
 
 
 def _shown(values: tuple[str, ...] | None) -> str:

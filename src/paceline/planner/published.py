@@ -47,6 +47,8 @@ class Source:
     """Where the table has none."""
     selective: tuple[str, ...] = ()
     """What "selective" means where the table does not say more."""
+    reduce_bf16: bool = False
+    """Gradients travel in bf16."""
     outside_gib: float = 0.0
     """What the memory column counts beside torch's allocator (nvidia-smi: context and libraries)."""
     gigabytes: float = 2**30
@@ -69,7 +71,7 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source(
         key="bridge", title="Megatron Bridge, NeMo", prefix=("bridge-",), profile="megatron_bridge",
-        activation="swiglu", norm="rmsnorm", tie_embeddings=False, vocab=128256,
+        activation="swiglu", norm="rmsnorm", tie_embeddings=False, vocab=128256, reduce_bf16=True,
     ),
     Source(
         key="llm_foundry", title="llm-foundry", prefix=("mosaic-",), profile="llm_foundry", convention="full",
@@ -303,6 +305,7 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
         recompute=mode,
         recompute_modules=modules,
         fused_attention=source.fused_attention,
+        reduce_bf16=source.reduce_bf16,
         sequence_parallel=source.sequence_parallel and "no sequence parallel" not in row["notes"],
         fp8_rowwise="f8rw" in row["notes"],
         frozen_weights="LoRA" in row["source"],
