@@ -103,3 +103,10 @@ def test_what_cannot_be_read_is_told() -> None:
 def test_here_documents_and_redirections_are_no_flags() -> None:
     text = "cat <<EOF > x.json\n{ --no: 1 }\nEOF\npython x.py --a 1 > log 2>&1 < in\n"
     assert flags(text) == ["--a", "1"]
+
+
+def test_places_to_fill_in_are_values() -> None:
+    text = 'D="0.2 <path one> 0.8 <two>"\nc="python x.py --data $D --vocab <PATH TO vocab.json> --a 1"\n'
+    text += 'sh -c "$c" < in 2>&1'
+    words = ["--data", "0.2", "<path one>", "0.8", "<two>", "--vocab", "<PATH TO vocab.json>", "--a", "1"]
+    assert flags(text) == words

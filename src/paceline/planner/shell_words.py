@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 OPERATORS = ("&&", "||", "|&", ";;", ";", "&", "|", "(", ")", "\n")
 _REDIRECT = re.compile(r"\d*(>>|>&|<&|>\||>|<)&?\s*")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_BLANK = re.compile(r"<[A-Za-z](?:[^<>\n]*[^<>\s\d&])?>")
+"""A place to fill in, as published scripts have them: ``<path to the data>``. The shell would redirect."""
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _OPEN = re.compile(r"\$\{?\w|\$\(|`")
 
@@ -79,7 +81,7 @@ class _Lexer:
             elif found := _HEREDOC.match(self.text, self.at):
                 self.heredocs.append(found[2])
                 self.at = found.end()
-            elif found := _REDIRECT.match(self.text, self.at):
+            elif (found := _REDIRECT.match(self.text, self.at)) and not _BLANK.match(self.text, self.at):
                 self.at = found.end()
                 self._word()
             elif char in "&|;()":
@@ -101,6 +103,9 @@ class _Lexer:
         start = self.at
         while self.at < len(self.text):
             char = self.text[self.at]
+            if char == "<" and (blank := _BLANK.match(self.text, self.at)):
+                self.at = blank.end()
+                continue
             if char.isspace() or char in "&|;()<>":
                 break
             self.at = skip_piece(self.text, self.at)
