@@ -108,7 +108,7 @@ def draw(seed: int, index: int) -> Drawn:
         index=index,
         ranks=ranks,
         model=(*_sets("model", model), *_optimizer(dice)),
-        layout=_layout(dice, ranks, degrees, pipeline, model),
+        layout=(*_layout(dice, ranks, degrees, pipeline, model), *_expert_kernels(f"{seed}/{index}", model)),
         micro=micro,
         sequences=dice.any(8, 12) if dice.rarely() else micro * dp * dice.any(1, 2, 3, 4),
         # a multiple of what ring attention and sequence parallelism cut it into, where that is one factor of the world
@@ -190,6 +190,16 @@ def _layout(
         "loss_chunk_tokens": dice.any(3, 8, 2048),
     }
     return (*_sets("parallel", values), *_sets("train", kernels))
+
+
+def _expert_kernels(seed: str, model: Mapping[str, object]) -> tuple[str, ...]:
+    """From dice of its own: the rest of a recipe is what it was before there were these options."""
+    dice = _Dice(random.Random(f"{seed}/experts"))
+    if not model.get("num_experts") or dice.chance(0.3):
+        return ()
+    kernels = dice.any("grouped", "triton")
+    dispatch = dice.any("all_to_all", "all_gather")
+    return _sets("parallel", {"expert_kernels": kernels, "expert_dispatch": dispatch})
 
 
 def _expert_degrees(dice: _Dice, ranks: int, experts: int) -> Values:

@@ -191,3 +191,45 @@ def _compiled(rank: int, world_size: int, recompute: Any) -> dict[str, Any]:
 def test_compiled_blocks_write_experts_gradients_into_the_buckets() -> None:
     (found,) = run(_compiled, 1, "selective", timeout_seconds=400)
     assert found["error"] < 1e-5 and found["breaks"] == {} and found["in place"], found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", ["grouped", "triton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_on_a_gpu_adds_to_its_sums_and_waits_for_nothing(choice: Any, compiled: bool) -> None:
+    torch._dynamo.reset()
+    config = tiny_config(moe=True, hidden_size=128, num_experts=8)
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"ffn_size": 64})})
+    models = [tiny_model(config, device="cuda", dtype=torch.bfloat16) for _ in "ab"]
+    models[0].init_weights(0)
+    models[1].load_state_dict(models[0].state_dict())
+    (plain,), (fused,) = (model.moe_layers() for model in models)
+    fuse_experts(models[1], choice, "bf16", torch.device("cuda"))
+    sums = {name: torch.full_like(p, 7.0, dtype=torch.float32) for name, p in fused.experts.named_parameters()}
+    fresh = {name: torch.ones((), dtype=torch.bool) for name in sums}
+    for name, place in sums.items():
+        fused.experts.aim(name, place, fresh[name])
+    if compiled:
+        compile_blocks([fused])
+    x = torch.randn(2, 300, 128, device="cuda").bfloat16()
+    for repeat in range(3):
+        leaf = x.clone().requires_grad_()
+        torch.cuda.set_sync_debug_mode("error" if repeat == 2 else "default")
+        try:
+            out, extras = fused(leaf)
+            (out.float().square().sum() + extras.aux_loss).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    own = x.clone().requires_grad_()
+    expected, extras = plain(own)
+    (expected.float().square().sum() + extras.aux_loss).backward()
+
+    def error(found: Tensor | None, wanted: Tensor | None) -> float:
+        assert found is not None and wanted is not None
+        return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+    assert error(out.detach(), expected.detach()) < 2e-2 and error(leaf.grad, own.grad) < 3e-2
+    for name, parameter in plain.experts.named_parameters():
+        assert error(sums[name], parameter.grad.float() * 3) < 3e-2, name  # type: ignore[union-attr]
+        assert fused.experts.get_parameter(name).grad is None and not fresh[name]
+    assert error(fused.router.weight.grad, plain.router.weight.grad * 3) < 3e-2  # type: ignore[operator]
