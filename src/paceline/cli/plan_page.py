@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.planner.rank import Candidate, Ranking
-from paceline.planner.reasons import Reasons, layout_text
+from paceline.planner.reasons import PART_NAMES, Reasons, layout_text
 from paceline.report import chart
 from paceline.report.html import page, section, sentences, table_html
 from paceline.report.table import Table
@@ -51,12 +51,14 @@ def plan_page(
 
 
 def _milliseconds(shown: Sequence[Candidate]) -> list[Mapping[str, float]]:
-    return [{name: 1e3 * value for name, value in found.estimate.parts.items()} for found in shown]
+    return [
+        {PART_NAMES.get(name, name): 1e3 * value for name, value in found.estimate.parts.items()} for found in shown
+    ]
 
 
 def _front(ranking: Ranking, room: float) -> str:
     """All predicted layouts; a line through those that no other beats in both."""
-    found = [*ranking.fitting, *ranking.too_large][:_MOST_POINTS]
+    found = [*ranking.fitting[: _MOST_POINTS * 3 // 4], *ranking.too_large[: _MOST_POINTS // 4]]
     points = [
         chart.Point(
             x=one.estimate.memory_gib,

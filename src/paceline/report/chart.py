@@ -82,11 +82,12 @@ def stacked_bars(
 
 
 def legend(names: Sequence[str]) -> str:
-    """Coloured squares with their names, as HTML."""
+    """Coloured squares with their names, as HTML; a series without a name is left out."""
     items = "".join(
         f'<span style="white-space:nowrap;margin-right:14px"><i style="display:inline-block;width:10px;height:10px;'
         f'background:var(--c{index % 12});margin-right:5px"></i>{escape(name)}</span>'
         for index, name in enumerate(names)
+        if name
     )
     return f'<p class="legend">{items}</p>'
 
@@ -194,7 +195,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", dim: bool = F
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:39]}…"
+    return text if len(text) <= 36 else f"{text[:35]}…"
 
 
 def _thousands(value: float) -> str:
