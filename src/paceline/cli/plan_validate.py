@@ -11,6 +11,7 @@ from rich.text import Text
 
 from paceline.costs.profiles import Profile, find_profile
 from paceline.errors import ConfigError
+from paceline.planner import first_choice
 from paceline.planner.calibration import calibrate, calibration_text, read_calibration, read_measured
 from paceline.planner.published import NotScored, PublishedRun
 from paceline.planner.validate import Errors, SourceReport, cross_validate, report, score
@@ -43,7 +44,8 @@ def show_validation(
         whole = {one.run.id for one in scored}
         scored += score([run for run in runs if run.id not in whole], profiles)
     else:
-        scored, cells = score(runs, profiles), []
+        scored = score(runs, profiles)
+        cells = first_choice.cells(scored)
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in scored], indent=1))
         return
