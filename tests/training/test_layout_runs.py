@@ -169,7 +169,13 @@ def test_a_run_under_a_layout_is_that_of_one_process(
     record_property("largest_error", worst)
     if model is MOE:
         extra = runs.read_metrics(folder)[-1].extra
-        assert {"aux_loss", "mtp_loss", "moe/load_max_over_mean", "moe/drop_share", "moe/router_entropy"} <= extra.keys()
+        assert {
+            "aux_loss",
+            "mtp_loss",
+            "moe/load_max_over_mean",
+            "moe/drop_share",
+            "moe/router_entropy",
+        } <= extra.keys()
         # layers 1 and 3, and the one of multi-token prediction
         assert np.shape(extra["moe/load_max_over_mean"]) == np.shape(extra["moe/drop_share"]) == (3,)
     ours, theirs = evaluations(folder), evaluations(alone[model])
