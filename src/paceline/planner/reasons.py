@@ -41,6 +41,7 @@ PART_NAMES = {
 }
 """As a sentence calls them."""
 
+_ALIKE = 0.005
 _WORTHWHILE = 0.01
 """Gains below this share are not told."""
 
@@ -117,11 +118,9 @@ def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
     fullest = max(range(len(estimate.stages)), key=lambda index: estimate.stages[index].total)
     stage, room = estimate.stages[fullest], cluster.gpu.memory_bytes
     where = f" on pipeline rank {fullest} of {len(estimate.stages)}" if len(estimate.stages) > 1 else ""
-    yield (
-        f"{units.size(stage.total)} of {units.size(room)}{where}: states {units.size(stage.states)}, gathered "
-        f"{units.size(stage.gathered)}, activations {units.size(stage.activations)}, logits "
-        f"{units.size(stage.logits)}, framework {units.size(stage.framework)}."
-    )
+    kinds = ("states", "gathered", "activations", "logits", "framework")
+    sizes = [f"{kind} {units.size(value)}" for kind in kinds if (value := getattr(stage, kind)) >= 2**20]
+    yield f"{units.size(stage.total)} of {units.size(room)}{where}: {', '.join(sizes)}."
     if best.config.parallel.offload != "none":
         of_node = estimate_memory(best.config, best.gpus).host * cluster.gpus_per_node
         yield f"Offloaded states take {units.size(of_node)} of host memory on every node, pinned."
@@ -135,6 +134,15 @@ def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
 
 
 def _others(ranking: Ranking, best: Candidate) -> Iterator[str]:
+    simple = min(
+        (one for one in ranking.fitting if one.tokens_per_second >= (1 - _ALIKE) * best.tokens_per_second),
+        key=lambda one: (one.config.parallel.model_ranks, one.config.parallel.stages, one.config.parallel.zero),
+    )
+    if simple.config.parallel.model_ranks < best.config.parallel.model_ranks and simple.gpus == best.gpus:
+        yield (
+            f"Simpler, and as fast within {_ALIKE:.1%}, which no prediction can tell apart: "
+            f"{layout_text(simple.config)} ({simple.estimate.memory_gib:.1f} GiB)."
+        )
     wanted = _fields(best.config)
     nearest: dict[tuple[str, ...], Candidate] = {}
     for candidate in ranking.fitting[1:]:
