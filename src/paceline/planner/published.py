@@ -87,6 +87,7 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source(
         key="nemo", title="NeMo 24.07", prefix=("nemo2407-",), profile="megatron_bridge", convention="full",
+        reduce_bf16=True,
         activation="swiglu", norm="rmsnorm", tie_embeddings=False,
     ),
     Source(
