@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from layouts_jobs import PARTS, jobs_of
 from results import SHARED, head, notes_and_failures
 
 Entries: TypeAlias = dict[str, dict[str, Any]]
@@ -82,8 +83,24 @@ def page(data: dict[str, Any]) -> list[str]:
     lines = head("Every parallelism on two GPUs", data)
     if any(entry.get(SHARED) for entry in entries.values()):
         lines += [SHARED_TEXT, ""]
+    if missing := not_measured(data):
+        lines += [missing, ""]
     lines += [*speed(of_part(entries, "speed")), *curves(of_part(entries, "curves")), *long(of_part(entries, "long"))]
     return lines + notes_and_failures(entries)
+
+
+def not_measured(data: dict[str, Any]) -> str:
+    """What the bench has jobs for and no result of; "" of a dry run, which is asked for some of them."""
+    if data.get("tiny"):
+        return ""
+    done = {key for key, entry in data["entries"].items() if "failed" not in entry}
+    found = []
+    for part in PARTS:
+        jobs = jobs_of(part)
+        left = [job.name for job in jobs if job.key not in done]
+        if left:
+            found.append(f"{part}: {'everything' if len(left) == len(jobs) else ', '.join(left)}")
+    return f"**Not measured yet.** {'; '.join(found)}." if found else ""
 
 
 def of_part(entries: Entries, part: str) -> Entries:

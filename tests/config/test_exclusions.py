@@ -19,12 +19,6 @@ CASES = {
         "parallel.pp=2",
     ),
     "config.split-backward-fsdp": ("parallel.pipeline_schedule=zero_bubble", "parallel.zero=2", "parallel.pp=2"),
-    "config.fused-gradients-split-backward": (
-        "parallel.fused_weight_gradients=true",
-        "parallel.pipeline_schedule=zero_bubble",
-        "parallel.pp=2",
-    ),
-    "config.fused-gradients-fsdp": ("parallel.fused_weight_gradients=true", "parallel.zero=2"),
     "config.accumulate-dtype": ("parallel.accumulate_dtype=bf16", "parallel.zero=2"),
     "config.offload-8bit": ("optim.name=adamw8bit", "parallel.offload=optimizer"),
     "config.fp8-split-backward": ("train.precision=fp8", "parallel.pipeline_schedule=zero_bubble", "parallel.pp=2"),

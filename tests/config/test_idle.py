@@ -39,6 +39,13 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         ),
         (2, ("parallel.cp_method=ulysses", "parallel.cp=2"), ""),
         (2, ("parallel.pipeline_schedule=zbv",), "parallel.pipeline_schedule = 'zbv' has no effect here"),
+        (2, ("parallel.fused_weight_gradients=true",), ""),
+        (2, ("parallel.fused_weight_gradients=true", "parallel.zero=3"), "fused_weight_gradients = true has no effect"),
+        (
+            2,
+            ("parallel.fused_weight_gradients=true", "parallel.pp=2", "parallel.pipeline_schedule=zero_bubble"),
+            "fused_weight_gradients = true has no effect here: this schedule",
+        ),
         (1, ("train.loss_chunk_tokens=64", "train.loss_kernel=plain"), "train.loss_chunk_tokens = 64"),
         (1, ("optim.muon_lr=0.1",), "optim.muon_lr = 0.1 has no effect here"),
         (1, ("optim.fused_update=true", "optim.name=adamw8bit"), "optim.fused_update = true has no effect here"),

@@ -66,7 +66,7 @@ class Exclusion:
 
 
 def _split_backward(config: RunConfig) -> bool:
-    return config.parallel.pp > 1 and config.parallel.pipeline_schedule in ("zero_bubble", "zbv")
+    return config.parallel.splits_backward
 
 
 _TENSOR = Option(
@@ -107,13 +107,6 @@ _COMPILE = Option(
     key="parallel.compile",
     on=lambda config: config.parallel.compile,
     off="parallel.compile = false",
-    layout=False,
-)
-_FUSED_WEIGHT_GRADIENTS = Option(
-    name="`parallel.fused_weight_gradients`",
-    key="parallel.fused_weight_gradients",
-    on=lambda config: config.parallel.fused_weight_gradients,
-    off="parallel.fused_weight_gradients = false",
     layout=False,
 )
 _OFFLOAD = Option(
@@ -211,18 +204,6 @@ EXCLUSIONS = (
         options=(_SPLIT_BACKWARD, _FSDP),
         because="This schedule computes the gradients of weights apart from those of inputs, and FSDP2 frees a block's "
         "weights after one backward.",
-    ),
-    Exclusion(
-        id="config.fused-gradients-split-backward",
-        options=(_FUSED_WEIGHT_GRADIENTS, _SPLIT_BACKWARD),
-        because="This schedule computes the gradients of weights apart from those of inputs; products that add to the "
-        "buckets run beside those of inputs.",
-    ),
-    Exclusion(
-        id="config.fused-gradients-fsdp",
-        options=(_FUSED_WEIGHT_GRADIENTS, _FSDP),
-        because="The buckets that products add to are the flat engine's; FSDP2 reduces gradients that autograd hands "
-        "it.",
     ),
     Exclusion(
         id="config.accumulate-dtype",

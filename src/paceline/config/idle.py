@@ -76,6 +76,16 @@ OPTIONS = (
         because="a schedule orders the work of two or more pipeline ranks (parallel.pp = 1).",
     ),
     Idle(
+        keys=("parallel.fused_weight_gradients",),
+        where=lambda asked: asked.parallel.zero >= 2,
+        because="the buckets that products add to are the flat engine's (parallel.zero 0 and 1).",
+    ),
+    Idle(
+        keys=("parallel.fused_weight_gradients",),
+        where=lambda asked: asked.parallel.zero <= 1 and asked.parallel.splits_backward,
+        because="this schedule computes gradients of weights apart from those of inputs.",
+    ),
+    Idle(
         keys=("train.loss_chunk_tokens",),
         where=lambda asked: asked.config.train.loss_kernel == "plain",
         because="only train.loss_kernel = 'chunked' takes slices.",

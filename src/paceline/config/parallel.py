@@ -52,7 +52,8 @@ class ParallelConfig(Section):
     `reduce_dtype`."""
     fused_weight_gradients: bool = False
     """Matrix products of the flat engine's backward add weight gradients to their buckets themselves, in place of a
-    gradient that is written, read and added."""
+    gradient that is written, read and added. Without effect under `zero` 2 and 3 and schedules that split the backward
+    pass."""
     expert_kernels: Literal["plain", "grouped", "triton"] = "plain"
     """What computes the experts of a mixture: operations of torch; kernels of ours around torch's grouped products; or
     products of ours too, which pick an expert's tokens while they load. With `fused_weight_gradients` the last two add
@@ -76,6 +77,16 @@ class ParallelConfig(Section):
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model: tp * pp * cp."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return self.pp > 1 and self.pipeline_schedule in ("zero_bubble", "zbv")
+
+    @property
+    def adds_weight_gradients(self) -> bool:
+        """Whether products add weight gradients to buckets."""
+        return self.fused_weight_gradients and self.engine == "flat" and not self.splits_backward
 
     @property
     def stages(self) -> int:

@@ -110,7 +110,7 @@ class Workload:
             loss_chunk_tokens=train.loss_chunk_tokens,
             accumulate_bf16=parallel.accumulate_dtype == "bf16",
             reduce_bf16=parallel.reduce_dtype == "bf16",
-            fused_weight_gradients=parallel.fused_weight_gradients,
+            fused_weight_gradients=parallel.adds_weight_gradients,
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
             fp8_weight_cache=train.precision == "fp8" and train.fp8_weight_cache and parallel.zero <= 1,
         )

@@ -77,7 +77,7 @@ def parallelize(
             in_fp8 = use_fp8(stage, options, fp8_weights, cached=flat, axis=mesh["tp"])
             if options.experts:
                 put_experts_in_fp8(stage, options, fp8_weights, cached=flat)
-        if config.fused_weight_gradients:
+        if config.adds_weight_gradients:
             # last of all that changes layers: takes what is plain, or replaced by tp, whose products know places
             accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1, but=in_fp8)
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
