@@ -218,3 +218,19 @@ def test_uneven_pipelines_are_understood() -> None:
     line = LINE + "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 6 "
     line += "--decoder-last-pipeline-num-layers 6"
     assert read_megatron(line, gpus=8).config.parallel.pipeline_layout == (6, 10, 10, 6)
+
+
+def test_fsdp_is_kept_or_replaced_whole() -> None:
+    """Its flags and the distributed optimizer's never meet, and the environment follows."""
+    model = LINE.replace("--seq-length 4096", "--seq-length 2048")
+    for more in ("--use-torch-fsdp2", "--use-torch-fsdp2 --tensor-model-parallel-size 4 --sequence-parallel"):
+        run = read_megatron(model + more, gpus=16)
+        cluster, _ = make_cluster(find_gpu("H100-80"), 16)
+        better = best_layout(run, cluster)
+        assert better is not None
+        again = read_megatron(better.command().replace("\\\n", " "), gpus=16)
+        assert [finding for finding in conflicts(again) if finding.severity == "error"] == []
+        fsdp = again.layout.fsdp
+        assert fsdp != again.flags.on("use-distributed-optimizer")
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in better.environment) == (not fsdp and again.layout.tp > 1)
+        assert better.estimate.seconds <= same_layout(run, cluster).estimate.seconds

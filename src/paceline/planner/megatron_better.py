@@ -45,9 +45,10 @@ def same_layout(run: MegatronRun, cluster: Cluster, profile: Profile = MEGATRON)
 
 
 def best_layout(run: MegatronRun, cluster: Cluster, profile: Profile = MEGATRON) -> Better | None:
-    """The fastest layout that Megatron-LM can run and that fits; None if there is none."""
+    """The fastest layout that Megatron-LM can run and that fits, which may be the same; None if there is none."""
     if not run.layout.global_batch_size:
         return None
+    same = same_layout(run, cluster, profile)
     for candidate in _candidates(run, cluster, profile):
         parallel, train = candidate.config.parallel, candidate.config.train
         layers = candidate.config.model.num_layers
@@ -89,8 +90,9 @@ def best_layout(run: MegatronRun, cluster: Cluster, profile: Profile = MEGATRON)
         )
         better = _better(run, cluster, changes, work, profile)
         if better.estimate.fits:
-            return better
-    return None
+            keeps = same.estimate.fits and same.estimate.seconds <= better.estimate.seconds
+            return same if keeps else better
+    return same if same.estimate.fits else None
 
 
 def _candidates(run: MegatronRun, cluster: Cluster, profile: Profile) -> Iterator[Candidate]:
@@ -130,12 +132,12 @@ def _recompute_flags(mode: str) -> Changes:
     return none
 
 
-def _left_off(run: MegatronRun, work: Workload) -> Changes:
+def _left_off(run: MegatronRun, work: Workload, *, fsdp: bool) -> Changes:
     """Switches that cost nothing but to be given."""
     flags, changes = run.flags, Changes()
     if run.layout.precision == "fp32":
         changes["bf16"] = ()
-    if not run.layout.fsdp and not flags.on("deepspeed"):
+    if not fsdp and not flags.on("deepspeed"):
         changes |= {"use-distributed-optimizer": (), "overlap-grad-reduce": (), "overlap-param-gather": ()}
     if work.tp > 1:
         changes["sequence-parallel"] = ()
@@ -156,7 +158,8 @@ def _left_off(run: MegatronRun, work: Workload) -> Changes:
 
 
 def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload, profile: Profile) -> Better:
-    changes = _left_off(run, work) | layout
+    fsdp = run.layout.fsdp and "use-torch-fsdp2" not in layout
+    changes = _left_off(run, work, fsdp=fsdp) | layout
     given = dict(run.flags.given)
     told = []
     for name, value in changes.items():
@@ -183,7 +186,7 @@ def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload,
     if work.why_not(cluster.gpus):
         work = replace(work, etp=run.work.etp)
     blackwell = cluster.gpu.name.startswith(("B", "GB"))
-    connections = {} if run.layout.fsdp or blackwell or work.tp * work.cp == 1 else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    connections = {} if fsdp or blackwell or work.tp * work.cp == 1 else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return Better(
         flags=words,
         changes=tuple(told),
