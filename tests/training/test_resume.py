@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from distributed import run as on_ranks
+from paceline.config.load import resolve
 from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
+from paceline.training.resume import refuse_start
 from tests.training import runs
 from tests.training.runs import alone, losses
 
@@ -149,6 +151,11 @@ def test_another_recipe_in_the_same_folder_is_refused(data: str, tmp_path: Path)
     assert 'allow_change=["lr"]' in error.next_step
     assert (tmp_path / "run" / "recipe.toml").read_text() == before
     assert "train.steps" in refused([*recipe, "train.steps=20"]).evidence
+    # the launcher sees it too, before it starts processes, and changes nothing
+    refuse_start(resolve({}, recipe).config)
+    with pytest.raises(RunFolderError, match="another recipe"):
+        refuse_start(resolve({}, [*recipe, "optim.lr=0.5"]).config)
+    assert (tmp_path / "run" / "recipe.toml").read_text() == before
 
 
 def test_changes_on_purpose_are_made(data: str, tmp_path: Path) -> None:
@@ -187,6 +194,8 @@ def test_resuming_past_the_end_says_so(data: str, tmp_path: Path) -> None:
     error = refused(recipe)
     assert isinstance(error, TrainingError)
     assert "step 3 of 3" in error.subject and "train.steps" in error.next_step
+    with pytest.raises(TrainingError, match="step 3 of 3"):
+        refuse_start(resolve({}, recipe).config)
 
 
 def test_a_changed_sample_order_is_noticed(data: str, tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ def start(
     if world_size > 1 and info.launcher == "single":
         from paceline.runtime.elastic import start_local
 
+        if arguments[0] == "train":
+            from paceline.training.resume import refuse_start
+
+            refuse_start(loaded.config)
         ended = start_local(arguments, world_size, use_gpus=loaded.config.cluster.device != "cpu")
         _tell_signal(ended.code, _what_then(loaded.config) if arguments[0] == "train" else "")
         interrupted = ended.signal == signal.SIGINT and _was_stopped(loaded)

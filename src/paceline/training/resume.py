@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.locate import step_folders
+from paceline.checkpoint.locate import problems_of, step_folders
 from paceline.checkpoint.state import TrainState
-from paceline.checkpoint.store import Checkpoint
+from paceline.checkpoint.store import Checkpoint, open_checkpoint
 from paceline.config.load import differences, validate
 from paceline.config.run import RunConfig
 from paceline.data.build import Datasets
@@ -54,6 +54,27 @@ def claim_folder(folder: RunFolder, config: RunConfig, recipe: str) -> dict[str,
     Raises:
         RunFolderError: it cannot be written, is in use, or holds another recipe and the change was not asked for.
     """
+    changed = _allowed_changes(folder, config)
+    folder.claim(recipe, may_differ=tuple(changed))
+    return changed
+
+
+def refuse_start(config: RunConfig) -> None:
+    """What would be refused of the run folder, before any process starts; only looks.
+
+    Raises:
+        RunFolderError: it holds another recipe and the change was not asked for.
+        TrainingError: all steps of the recipe are done.
+    """
+    folder = RunFolder(config.run.folder)
+    _allowed_changes(folder, config)
+    for step, newest in step_folders(folder.checkpoints)[-1:]:
+        # one that is damaged, or a run that has steps left, is the run's own business
+        if step >= config.train.steps and not problems_of(newest):
+            find_start(open_checkpoint(newest), config)
+
+
+def _allowed_changes(folder: RunFolder, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     changed = _changes(folder.recipe_path, config)
     refused = sorted(key for key in changed if not _is_allowed(key, config))
     checkpoints = step_folders(folder.checkpoints)
@@ -66,7 +87,6 @@ def claim_folder(folder: RunFolder, config: RunConfig, recipe: str) -> dict[str,
             evidence="A new run here would write over them.",
             next_step="Set another folder (--set run.dir=PATH), or checkpoint.resume = 'auto' to go on with this one.",
         )
-    folder.claim(recipe, may_differ=tuple(changed))
     return changed
 
 
