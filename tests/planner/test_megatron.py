@@ -234,3 +234,23 @@ def test_fsdp_is_kept_or_replaced_whole() -> None:
         assert fsdp != again.flags.on("use-distributed-optimizer")
         assert ("CUDA_DEVICE_MAX_CONNECTIONS" in better.environment) == (not fsdp and again.layout.tp > 1)
         assert better.estimate.seconds <= same_layout(run, cluster).estimate.seconds
+
+
+def test_flags_without_their_values_and_degrees_of_nothing_are_told() -> None:
+    run = read_megatron(LINE + "--clip-grad --tensor-model-parallel-size", gpus=8)
+    told = [finding.subject for finding in conflicts(run) if finding.severity == "error"]
+    assert told == ["--clip-grad stands without a value", "--tensor-model-parallel-size stands without a value"]
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 0 is less than 1"):
+        read_megatron(LINE + "--pipeline-model-parallel-size 0", gpus=8)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_scripts_with_lines_missing_never_crash(name: str) -> None:
+    lines = (SCRIPTS / f"{name}.sh").read_text().split("\n")
+    for left_out in range(0, len(lines), 3):
+        text = "\n".join(lines[:left_out] + lines[left_out + 1 :])
+        try:
+            run = read_megatron(text, gpus=GPUS.get(name), given=GIVEN.get(name))
+        except ConfigError:
+            continue
+        conflicts(run)

@@ -290,7 +290,7 @@ def _branches(stream: Sequence[Token]) -> Iterator[tuple[Sequence[Token] | None,
         depth += (token.text in ("if", *_PASSED_OVER)) - (token.text in ("fi", "done", "esac"))
     start: int | None = 0
     test: Sequence[Token] | None = None
-    for mark, following in zip(marks, [*marks[1:], len(stream)], strict=True):
+    for mark, following in pairwise([*marks, len(stream)]):
         word = stream[mark].text
         if word == "then":
             test = stream[start:mark]

@@ -116,9 +116,9 @@ def _world_size(launch: Launch, layout: Layout, gpus: int | None) -> tuple[int, 
 
 
 def _layout(flags: Flags, fields: Mapping[str, Any]) -> Layout:
-    tp = flags.integer("tensor-model-parallel-size", 1)
-    pp = flags.integer("pipeline-model-parallel-size", 1)
-    micro = flags.integer("micro-batch-size", 1)
+    tp = flags.degree("tensor-model-parallel-size", 1)
+    pp = flags.degree("pipeline-model-parallel-size", 1)
+    micro = flags.degree("micro-batch-size", 1)
     fsdp = flags.on("use-torch-fsdp2", "use-megatron-fsdp")
     experts = int(fields.get("num_experts", 0))
     recompute, layers = _recompute(flags)
@@ -126,9 +126,9 @@ def _layout(flags: Flags, fields: Mapping[str, Any]) -> Layout:
     return Layout(
         tp=tp,
         pp=pp,
-        cp=flags.integer("context-parallel-size", 1),
-        ep=flags.integer("expert-model-parallel-size", 1) if experts else 1,
-        etp=flags.integer("expert-tensor-parallel-size", tp) if experts else 1,
+        cp=flags.degree("context-parallel-size", 1),
+        ep=flags.degree("expert-model-parallel-size", 1) if experts else 1,
+        etp=flags.degree("expert-tensor-parallel-size", tp) if experts else 1,
         stages_per_rank=len(layers_of_stage) // pp
         if layers_of_stage and len(layers_of_stage) > pp
         else _stages_per_rank(flags, int(fields["num_layers"]), pp),

@@ -11,13 +11,25 @@ from collections.abc import Iterator
 from paceline.config.asked import divisors, error, listed
 from paceline.config.schedules import even_layout
 from paceline.planner.megatron import MegatronRun
+from paceline.planner.megatron_flags import PASSIVE
 from paceline.report.finding import Finding
 
 
 def conflicts(run: MegatronRun) -> list[Finding]:
     """Errors first, then what is silently without effect."""
-    found = [*_ranks(run), *_sizes(run), *_batch(run), *_pipeline(run), *_switches(run), *_ignored(run)]
+    found = [*_bare(run), *_ranks(run), *_sizes(run), *_batch(run), *_pipeline(run), *_switches(run), *_ignored(run)]
     return sorted(found, key=lambda finding: finding.severity != "error")
+
+
+def _bare(run: MegatronRun) -> Iterator[Finding]:
+    for name in run.flags.bare:
+        if name not in PASSIVE:
+            yield error(
+                "megatron/value",
+                f"--{name} stands without a value",
+                "The next word is a flag, or there is none; it was taken as not given.",
+                f"Give --{name} its value, or drop it.",
+            )
 
 
 def _ranks(run: MegatronRun) -> Iterator[Finding]:

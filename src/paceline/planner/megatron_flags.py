@@ -146,6 +146,8 @@ class Flags:
     """Given more than once with different values; the last one counts."""
     open: dict[str, str]
     """Values that hold a variable which nothing sets."""
+    bare: tuple[str, ...] = ()
+    """Given without the value that they need."""
 
     def on(self, *names: str) -> bool:
         """Whether one of them was given."""
@@ -163,6 +165,19 @@ class Flags:
             ConfigError: it is no whole number.
         """
         return int(self.number(name, default, whole=True))
+
+    def degree(self, name: str, default: int) -> int:
+        """Its value, 1 or more.
+
+        Raises:
+            ConfigError: it is less, or no whole number.
+        """
+        value = self.integer(name, default)
+        if value < 1:
+            raise ConfigError(
+                f"--{name} {value} is less than 1", next_step=f"Give --{name} 1 or more, or leave it out."
+            )
+        return value
 
     def number(self, name: str, default: float, *, whole: bool = False) -> float:
         text = self.text(name)
@@ -216,7 +231,8 @@ def parse_flags(words: Sequence[str]) -> Flags:
         else:
             unset.pop(known_name, None)
         at += 0 if equals else len(values)
-    return Flags(given=given, unknown=tuple(unknown), repeated=tuple(repeated), open=unset)
+    bare = tuple(name for name, values in given.items() if name in VALUES and not values)
+    return Flags(given=given, unknown=tuple(unknown), repeated=tuple(repeated), open=unset, bare=bare)
 
 
 def _known(spelled: str) -> str | None:

@@ -156,7 +156,7 @@ def vocabulary(flags: Flags) -> tuple[int, str]:
     if flags.on("vocab-size"):
         return flags.integer("vocab-size", 0), "--vocab-size"
     for name in ("tokenizer-model", "tokenizer-name-or-path", "tokenizer-type", "vocab-file"):
-        value = flags.given.get(name, ("",))[0].lower()
+        value = " ".join(flags.given.get(name, ())).lower()
         for pattern, size in _VOCABULARIES:
             if re.search(pattern, value):
                 return size, f"--{name}"
