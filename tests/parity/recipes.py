@@ -107,8 +107,12 @@ def draw(seed: int, index: int) -> Drawn:
         seed=seed,
         index=index,
         ranks=ranks,
-        model=(*_sets("model", model), *_optimizer(dice)),
-        layout=(*_layout(dice, ranks, degrees, pipeline, model), *_expert_kernels(f"{seed}/{index}", model)),
+        model=(*_sets("model", model), *_capacity(f"{seed}/{index}", model), *_optimizer(dice)),
+        layout=(
+            *_layout(dice, ranks, degrees, pipeline, model),
+            *_expert_kernels(f"{seed}/{index}", model),
+            *_fused(f"{seed}/{index}"),
+        ),
         micro=micro,
         sequences=dice.any(8, 12) if dice.rarely() else micro * dp * dice.any(1, 2, 3, 4),
         # a multiple of what ring attention and sequence parallelism cut it into, where that is one factor of the world
@@ -172,7 +176,8 @@ def _layout(
         values["dp_shard"] = 0
     experts = int(str(model.get("num_experts", 0)))
     if experts or dice.rarely():
-        values |= _expert_degrees(dice, ranks // degrees["pp"], experts)
+        # more stages than ranks are drawn too, to be refused
+        values |= _expert_degrees(dice, max(1, ranks // degrees["pp"]), experts)
     values["zero"] = dice.weighed({0: 1, 1: 3, 2: 1, 3: 2})
     if dice.chance(0.25):
         values["order"] = tuple(dice.source.sample(list(AXES), len(AXES)))
@@ -200,6 +205,19 @@ def _expert_kernels(seed: str, model: Mapping[str, object]) -> tuple[str, ...]:
     kernels = dice.any("grouped", "triton")
     dispatch = dice.any("all_to_all", "all_gather")
     return _sets("parallel", {"expert_kernels": kernels, "expert_dispatch": dispatch})
+
+
+def _capacity(seed: str, model: Mapping[str, object]) -> tuple[str, ...]:
+    """So small now and then that a rank may be left without any assignment."""
+    small = model.get("num_experts") and _Dice(random.Random(f"{seed}/capacity")).chance(0.15)
+    return ("model.moe.capacity_factor=0.2",) if small else ()
+
+
+def _fused(seed: str) -> tuple[str, ...]:
+    """From dice of its own, too."""
+    dice = _Dice(random.Random(f"{seed}/fused"))
+    switches = ("optim.fused_update", "parallel.fused_weight_gradients")
+    return tuple(f"{switch}=true" for switch in switches if dice.chance(0.3))
 
 
 def _expert_degrees(dice: _Dice, ranks: int, experts: int) -> Values:

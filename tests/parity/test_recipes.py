@@ -115,3 +115,10 @@ def _logs(recipes: Sequence[Drawn]) -> list[tuple[Log, list[Log]]]:
     (alone,) = on_ranks(run_recipes, 1, [recipe.reference for recipe in recipes], timeout_seconds=patience)
     by_rank = on_ranks(run_recipes, recipes[0].ranks, [r.job for r in recipes], timeout_seconds=patience)
     return [(expected, [own[index] for own in by_rank]) for index, expected in enumerate(alone)]
+
+
+def test_drawing_never_fails() -> None:
+    """Whatever the seed: what cannot be is drawn, and refused."""
+    for seed in range(5):
+        for index in range(300):
+            draw(seed, index)

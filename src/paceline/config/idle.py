@@ -152,6 +152,12 @@ OPTIONS = (
         because="all experts are on every rank (parallel.ep = 1).",
     ),
     Idle(
+        keys=("parallel.expert_kernels", "parallel.expert_dispatch"),
+        where=lambda asked: asked.model.is_moe and (asked.model.mlp_bias or asked.model.moe.expert_dropout > 0),
+        because="experts with biases (model.mlp_bias) or dropout (model.moe.expert_dropout) are computed by operations "
+        "of torch, which all-to-all brings tokens to.",
+    ),
+    Idle(
         keys=("parallel.expert_kernels",),
         where=lambda asked: not asked.model.is_moe,
         because="the model has no experts (model.num_experts = 0).",

@@ -34,7 +34,9 @@ def spread(x_NC: Tensor, order: ExpertOrder, top_k: int) -> Tensor:
 
 
 def combine(rows_AC: Tensor, order: ExpertOrder, top_k: int) -> Tensor:
-    """[N, C]: the sum of each token's rows. Dropped assignments have none."""
+    """[N, C]: the sum of each token's rows. Dropped assignments have none; without any row the sums are zero."""
+    if not len(rows_AC):
+        return rows_AC.new_zeros(len(order.place) // top_k, rows_AC.shape[1])
     rows = rows_AC.index_select(0, order.place.clamp(min=0))
     # not a product with 0: what lies in nobody's rows may be nan
     rows = at_least_fp32(rows).masked_fill((order.place < 0)[:, None], 0.0)
