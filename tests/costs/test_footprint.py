@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.config.load import resolve
+from paceline.costs.demand import demand_of
 from paceline.costs.footprint import LINEAR, linear_bytes, memory_by_stage, micro_batches_held
 from paceline.costs.hardware import find_hardware
 from paceline.costs.memory import estimate_pipeline
@@ -34,6 +35,17 @@ def cluster(gpus: int) -> Cluster:
         ("llama3_8b", 8, {"recompute": "selective", "accumulate_dtype": "bf16"}),
         ("llama3_1b", 4, {"cp": 2}),
         ("qwen3_30b_a3b", 16, {"ep": 8}),
+        ("llama3_8b", 8, {"compile": False}),
+        ("llama3_8b", 4, {"compile": False, "pp": 4, "pipeline_schedule": "zbv", "stages_per_rank": 2}),
+        (
+            "llama3_8b",
+            8,
+            {"compile": False, "pp": 4, "pipeline_schedule": "zbv", "stages_per_rank": 2, "recompute": "full"},
+        ),
+        ("llama3_8b", 4, {"offload": "optimizer", "recompute": "full", "zero": 1}),
+        ("llama3_8b", 4, {"offload": "optimizer", "recompute": "full", "zero": 2}),
+        ("llama3_8b", 4, {"offload": "optimizer", "recompute": "full", "zero": 3}),
+        ("llama3_8b", 4, {"offload": "parameters", "recompute": "full", "zero": 3}),
     ],
 )
 def test_paceline_as_counted_exactly(preset: str, gpus: int, parallel: dict[str, object]) -> None:
@@ -59,6 +71,27 @@ def test_micro_batches_held_are_those_of_the_schedule(pp: int, stages_per_rank: 
     work = replace(work, pp=pp, stages_per_rank=stages_per_rank, schedule="")
     for rank, actions in enumerate(schedule(work.schedule_name, pp, stages_per_rank, micro_batches)):
         assert micro_batches_held(work, micro_batches, rank) * stages_per_rank == peak_in_flight(actions)
+
+
+def test_a_v_has_the_head_on_the_first_rank() -> None:
+    """The user's case: 8B with 8k over four ranks in a V does not fit 80 GB, and rank 0 is the one that runs out."""
+    config = resolve(
+        {
+            "model": {"preset": "llama3_8b"},
+            "train": {"seq_len": 8192, "global_batch_size": 64},
+            "parallel": {"pp": 4, "dp_shard": 1, "pipeline_schedule": "zbv", "stages_per_rank": 2},
+        }
+    ).config
+    gpu = find_hardware("H100 SXM")
+    assert gpu is not None
+    found = predict(config, Cluster(gpu=gpu, gpus=4))
+    assert not found.fits
+    assert [stage.logits > 0 for stage in found.stages] == [True, False, False, False]
+    assert max(found.stages, key=lambda stage: stage.total) is found.stages[0]
+    work = Workload.of(config)
+    layers = rank_layers(work, PACELINE)
+    demand = demand_of(work, Cluster(gpu=gpu, gpus=4), layers)
+    assert sum(layers) == 32 and demand.layers_last == layers[0] < demand.layers_inside == max(layers)
 
 
 def test_memory_is_linear_in_a_profiles_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -11,7 +12,9 @@ Cut = Literal["cost", "even", "greedy"]
 
 
 @lru_cache(maxsize=4096)
-def layers_by_rank(layers: int, pp: int, cut: Cut, head_layers: float, stages_per_rank: int = 1) -> tuple[float, ...]:
+def layers_by_rank(
+    layers: int, pp: int, cut: Cut, head_layers: float, stages_per_rank: int = 1, *, v_shaped: bool = False
+) -> tuple[float, ...]:
     """Layers on each pipeline rank.
 
     even: the same number for each; where that does not divide, embedding and head count as a layer each if that
@@ -32,6 +35,13 @@ def layers_by_rank(layers: int, pp: int, cut: Cut, head_layers: float, stages_pe
     if stages > layers:
         return tuple(float(layers) / pp for _ in range(pp))
     by_stage = list(partition([1000] * layers, round(1000 * head_layers), stages))
+    return sum_by_rank(by_stage, pp, v_shaped=v_shaped)
+
+
+def sum_by_rank(by_stage: Sequence[int], pp: int, *, v_shaped: bool) -> tuple[float, ...]:
+    """Layers of stages on the ranks that hold them: in turns, or, in a V, down the ranks and back up."""
+    if v_shaped:
+        return tuple(float(by_stage[rank] + by_stage[2 * pp - 1 - rank]) for rank in range(pp))
     return tuple(float(sum(by_stage[rank::pp])) for rank in range(pp))
 
 

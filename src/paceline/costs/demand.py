@@ -337,8 +337,8 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         pipeline=work.pp,
         interleaved=work.stages_per_rank,
         layers=layers,
-        layers_inside=max(layers_by_rank[:-1], default=0.0),
-        layers_last=layers_by_rank[-1],
+        layers_inside=max((*layers_by_rank[: work.head_rank], *layers_by_rank[work.head_rank + 1 :]), default=0.0),
+        layers_last=layers_by_rank[work.head_rank],
         gemm_forward=total.gemm_forward,
         gemm_backward=wanted * total.gemm_backward,
         expert_gemm_forward=total.expert_gemm_forward,
@@ -481,11 +481,12 @@ def _data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[fl
     dp = work.dp(cluster.gpus)
     dense, experts = layer_parameters(work.model)
     embedding, head = edge_parameters(work.model)
-    if work.pp == 1:
-        edges: float = embedding + (0.0 if work.model.tie_embeddings else head)
-    else:
-        edges = max(embedding, head)
+    both: float = embedding + (0.0 if work.model.tie_embeddings else head)
     fullest = max(layers_by_rank)
+    if work.is_v_shaped:  # the first rank has both, and fewer layers for it
+        edges = max(both - (fullest - layers_by_rank[0]) * (dense + experts), 0.0)
+    else:
+        edges = both if work.pp == 1 else max(embedding, head)
     dense_here = (fullest * dense + edges) / work.tp
     experts_here = fullest * experts / (work.ep * work.etp)
     shards = dp * work.cp // work.dp_replicate

@@ -128,18 +128,30 @@ def micro_batches_held(work: Workload, micro_batches: int, rank: int) -> float:
     p, v = work.pp, work.stages_per_rank
     if p == 1:
         return 1.0
-    if work.schedule_name in ("zero_bubble", "zbv"):
+    if work.schedule_name == "zero_bubble":
         return float(min(micro_batches, p))
     if v > 1:
         return min(micro_batches * v, (v - 1) * p + 2 * (p - rank) - 1) / v
     return float(min(micro_batches, p - rank))
 
 
+def _layers_in_flight(work: Workload, layers_by_rank: Sequence[float], micro_batches: int, rank: int) -> float:
+    """Layers times the micro-batches whose activations a pipeline rank holds of them at the peak."""
+    layers = layers_by_rank[rank]
+    if not work.is_v_shaped:
+        return layers * micro_batches_held(work, micro_batches, rank)
+    # the first rank's second stage has the head, and fewer layers for it
+    down = layers / 2 if rank else min(layers, max(layers_by_rank[1:]) / 2)
+    on_way_down = min(micro_batches, 2 * work.pp - rank)
+    on_way_up = min(micro_batches, 2 * work.pp - on_way_down)
+    return down * on_way_down + (layers - down) * on_way_up
+
+
 def linear_bytes(
     work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int, profile: Profile
 ) -> dict[str, float]:
     """By field of `LINEAR`: bytes on a pipeline rank for each unit of that number."""
-    first, last = rank == 0, rank == work.pp - 1
+    first, last = rank == 0, rank == work.head_rank
     layers = layers_by_rank[rank]
     held = _parameters(work, cluster, layers, first=first, last=last)
     micro_batches = work.micro_batches(cluster.gpus)
@@ -147,10 +159,10 @@ def linear_bytes(
     tokens = work.micro_batch_size * work.seq_len / work.cp
     heads, ffn, rows, _, gated = _widths(work.model)
     along = work.tp if work.sequence_parallel else 1
-    in_flight = layers * micro_batches_held(work, micro_batches, rank)
+    in_flight = _layers_in_flight(work, layers_by_rank, micro_batches, rank)
     width = 4.0 if work.precision == "fp32" else 2.0
     hidden = width * tokens * work.model.hidden_size
-    full = in_flight if work.recompute != "full" else min(1.0, layers)
+    full = in_flight + profile.working_layers if work.recompute != "full" else min(1.0, layers)
     inputs = hidden / along * in_flight if work.recompute == "full" else 0.0
     modules = set(work.recompute_modules)
     cheap = work.recompute == "selective" and work.fused_attention and modules <= {"second_linear"}
@@ -159,6 +171,8 @@ def linear_bytes(
         ffn_bytes *= 0.1
     elif modules & {"moe_act"} or cheap:
         ffn_bytes *= 2 / 3
+    elif gated and not work.compile:
+        ffn_bytes *= profile.eager_ffn
     scores = 0.0
     if not work.fused_attention and work.recompute != "selective":
         scores = 5.0 * tokens * work.seq_len * _widths(work.model)[3] / work.tp * full
@@ -168,6 +182,8 @@ def linear_bytes(
     logits = tokens * work.model.vocab_size / work.tp * last
     if work.chunked_loss:
         logits *= min(1.0, work.loss_chunk_tokens / tokens)
+    else:
+        logits *= profile.plain_logits
     return {
         "states": sum(states) + inputs,
         "kept_hidden": (hidden / along * full) * (0.75 if cheap else 1.0) + width * tokens * rows / work.tp / 4 * full,
@@ -186,21 +202,23 @@ def _states(
     """Weights, gradients, optimizer, and what is gathered for a while."""
     width = 4.0 if work.precision == "fp32" else 2.0
     moments = {"adamw": 8.0, "adamw8bit": 2.06, "muon": 4.5}[work.optimizer]
+    offloaded = work.offload != "none"
     if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
         unreduced = 4.0 * held.largest_layer
         if profile.accumulates_whole and micro_batches > 1:
             unreduced = (2.0 if work.reduce_bf16 else 4.0) * held.here
         gathered = width * (2 * held.largest_layer + held.head if work.zero == 3 else held.here) + unreduced
-        return 4.0 * held.shard, 4.0 * held.shard, moments * held.shard, gathered
+        shards = 0.0 if work.offload == "parameters" else 4.0 * held.shard
+        return shards, shards, 0.0 if offloaded else moments * held.shard, gathered
     in_bf16 = work.accumulate_bf16 or (profile.sums_as_reduced and work.reduce_bf16)
     gradient = 2.0 if in_bf16 else profile.gradient_bytes
     gradients = gradient * (held.shard if work.zero == 2 else held.here)
-    if work.accumulate_bf16 and work.zero < 2:
+    if work.accumulate_bf16 and work.zero < 2 and not offloaded:
         gradients += 4.0 * held.shard
     masters = 4.0 if width < 4 else 0.0
     weights = width * held.here * (2.0 if work.fp8_weight_cache else 1.0)
-    if work.offload != "none":
-        return weights, gradients, 2.0 * held.shard, 0.0
+    if offloaded:
+        return weights, gradients, 0.0, 0.0
     return weights, gradients, (masters + moments) * held.shard, 0.0
 
 
@@ -211,7 +229,7 @@ def memory_by_stage(
     found = []
     for rank in range(work.pp):
         units = linear_bytes(work, cluster, layers_by_rank, rank, profile)
-        first, last = rank == 0, rank == work.pp - 1
+        first, last = rank == 0, rank == work.head_rank
         held = _parameters(work, cluster, layers_by_rank[rank], first=first, last=last)
         weights, gradients, optimizer, gathered = _states(work, held, profile, work.micro_batches(cluster.gpus))
         total = sum(getattr(profile, name) * units[name] for name in LINEAR)

@@ -118,10 +118,16 @@ class Profile:
     """Sets of q, k, v and attention's output that a layer keeps."""
     kept_ffn: Number = 3.0
     """Tensors as wide as the MLP, of a gated one (two thirds of it in a plain one)."""
+    eager_ffn: float = 1.0
+    """Times that, of a gated one that is not compiled: the activated gate is kept too."""
+    working_layers: float = 0.0
+    """Layers that are whole for a while beside what is kept: of the one whose backward runs."""
     kept_scores: Number = 1.0
     """Sets of scores, dropout mask and probabilities, where they are materialised."""
     logit_bytes: Number = 12.0
     """A logit, at the peak of the loss."""
+    plain_logits: float = 1.0
+    """Times that, where the loss does not go over slices of tokens."""
     framework_gib: Number = 1.0
     """That torch's allocator counts beside all this."""
     context_gib: float = 1.7
@@ -151,7 +157,11 @@ PACELINE = Profile(
     shards_parameters=True,
     accumulates_whole=True,
     framework_gib=0.0,
+    # as costs/activations.py counts
+    eager_ffn=4 / 3,
+    working_layers=1.0,
     logit_bytes=10.0,
+    plain_logits=1.2,
 )
 # by hand: the fit of Megatron Bridge, and runs of Megatron-LM on two H200s where the two differ
 MEGATRON = Profile(

@@ -13,12 +13,13 @@ from functools import lru_cache
 
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.costs.cuts import layers_by_rank
+from paceline.costs.cuts import layers_by_rank, sum_by_rank
 from paceline.costs.demand import demand_of, layer_parameters
 from paceline.costs.footprint import StageMemory, memory_by_stage
 from paceline.costs.layers import training_flops_per_token
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.spend import spend
+from paceline.costs.stages import block_flops
 from paceline.costs.workload import Cluster, Workload
 from paceline.errors import ConfigError
 
@@ -83,9 +84,19 @@ def rank_layers(work: Workload, profile: Profile) -> tuple[float, ...]:
     """Layers on each pipeline rank, multi-token prediction among them, as the profile's framework cuts them."""
     layers = work.model.num_layers + work.model.mtp_layers
     if work.pipeline_layout:
-        by_stage = work.pipeline_layout
-        return tuple(float(sum(by_stage[rank :: work.pp])) for rank in range(work.pp))
-    return layers_by_rank(layers, work.pp, profile.cut, head_layers(work.model), work.stages_per_rank)
+        return sum_by_rank(work.pipeline_layout, work.pp, v_shaped=work.is_v_shaped)
+    head = head_layers(work.model)
+    if profile.cut == "cost":
+        head = head_blocks(work.model, work.seq_len) * (0.75 if work.recompute == "full" else 1.0)
+    return layers_by_rank(layers, work.pp, profile.cut, head, work.stages_per_rank, v_shaped=work.is_v_shaped)
+
+
+@lru_cache(maxsize=256)
+def head_blocks(model: ModelConfig, seq_len: int) -> float:
+    """How many blocks' forward the head costs as much as, attention counted: what `costs/stages.py` cuts by."""
+    blocks = (*model.blocks(), *model.mtp_blocks())
+    block = sum(block_flops(one, seq_len) for one in blocks) / len(blocks)
+    return 2.0 * model.hidden_size * model.vocab_size / block
 
 
 @lru_cache(maxsize=256)

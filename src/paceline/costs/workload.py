@@ -124,6 +124,16 @@ class Workload:
         return self.schedule or ("interleaved_1f1b" if self.stages_per_rank > 1 else "1f1b")
 
     @property
+    def is_v_shaped(self) -> bool:
+        """Stages go down the ranks and back up: the first and the last one lie on rank 0."""
+        return self.pp > 1 and self.schedule_name == "zbv"
+
+    @property
+    def head_rank(self) -> int:
+        """Position in the pipeline of the last stage, with the head and the loss."""
+        return 0 if self.is_v_shaped else self.pp - 1
+
+    @property
     def model_ranks(self) -> int:
         return self.tp * self.pp * self.cp
 
