@@ -25,6 +25,17 @@ def cluster(gpus: int) -> Cluster:
     return Cluster(gpu=GPU, gpus=gpus, fast_domain=1024)
 
 
+def test_offload_is_paid_for() -> None:
+    """Nothing on the device, copies and the update in its place; sharded parameters in every pass."""
+    work = Workload(model=MODEL, seq_len=1024, micro_batch_size=1, global_batch_size=64, precision="bf16")
+    plain, offloaded, parameters = (
+        spend(demand_of(one, cluster(8), (16.0,)), PLAIN)
+        for one in (work, replace(work, offload="optimizer"), replace(work, zero=3, offload="parameters"))
+    )
+    assert plain["offload"] == 0 < plain["optimizer"]
+    assert offloaded["optimizer"] == 0 < offloaded["offload"] < parameters["offload"]
+
+
 @pytest.mark.parametrize(("pp", "stages_per_rank", "micro_batches"), [(4, 1, 8), (4, 1, 4), (8, 1, 16), (4, 2, 8)])
 def test_the_closed_form_of_a_pipeline_is_its_simulation(pp: int, stages_per_rank: int, micro_batches: int) -> None:
     work = Workload(

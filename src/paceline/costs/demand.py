@@ -123,6 +123,14 @@ class Demand:
     """1: optimizer states are sharded."""
     optimizer_bytes: Number
     """Seconds at HBM's rate of one update on the fullest rank."""
+    host_down: Number
+    """Offloaded: gradients to host memory, once a step, seconds at PCIe's rate; ..."""
+    host_up: Number
+    """... weights from there, once a step; ..."""
+    host_up_each: Number
+    """... or sharded ones for every pass of every micro-batch; ..."""
+    host_update: Number
+    """... and the update by the host's processors, seconds at the rate of `Cluster.host_gb_per_s`."""
     accumulate: Number
     """Seconds at HBM's rate of adding a micro-batch's gradients to the sum."""
     nodes: Number
@@ -369,7 +377,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
     )
 
 
-_OF_WEIGHTS = ("grads_fast", "grads_node", "optimizer_bytes", "accumulate")
+_OF_WEIGHTS = ("grads_fast", "grads_node", "optimizer_bytes", "host_down", "host_up", "host_update", "accumulate")
 
 
 def _recomputed(work: Workload, layer: _Layer) -> tuple[float, float, float, float]:
@@ -476,6 +484,32 @@ def _pipeline(work: Workload, cluster: Cluster, tokens: float) -> dict[str, floa
     }
 
 
+MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.06, "muon": 4.5}
+"""Of the optimizer's state for a parameter; of muon for a usual share of matrices."""
+
+
+def _host(work: Workload, cluster: Cluster, updated: float) -> dict[str, float]:
+    """Traffic and update of ``updated`` parameters whose masters and moments lie in host memory.
+
+    Gradients come down in fp32. Weights go up as the engine sends them: the flat one in compute precision, FSDP's
+    shards in fp32, for every gather if it is they that are offloaded. The host reads the gradient twice (norm, update),
+    reads and writes masters and moments, and casts what is sent.
+    """
+    if work.offload == "none":
+        return {"host_down": 0.0, "host_up": 0.0, "host_up_each": 0.0, "host_update": 0.0}
+    wire = 1e-9 / (cluster.gpu.pcie_gb_per_s or 16.0)
+    flat = work.zero <= 1 and work.precision != "fp32"
+    each = work.offload == "parameters" and work.zero == 3
+    touched = 8.0 + 8.0 + 2 * MOMENT_BYTES[work.optimizer] + (6.0 if flat else 0.0)
+    ranks = min(cluster.gpus, cluster.gpus_per_node)
+    return {
+        "host_down": 4.0 * updated * wire,
+        "host_up": 0.0 if each else (2.0 if flat else 4.0) * updated * wire,
+        "host_up_each": 4.0 * updated * wire if each else 0.0,
+        "host_update": touched * updated * ranks * 1e-9 / cluster.host_gb_per_s,
+    }
+
+
 def _data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float]) -> dict[str, float]:
     """Gradients and parameters of the fullest rank; experts over the ranks that hold the same ones."""
     dp = work.dp(cluster.gpus)
@@ -522,6 +556,7 @@ def _data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[fl
         "dp_tensors": float(work.zero in (1, 2)) * 7 * fullest * math.log2(max(1, shards)),
         "sharded": float(sharded),
         "zero": float(work.zero > 0),
-        "optimizer_bytes": 30.0 * updated * hbm,
+        "optimizer_bytes": 30.0 * updated * hbm * (work.offload == "none"),
+        **_host(work, cluster, updated),
         "accumulate": (dense_here + experts_here) * 10.0 * hbm,
     }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from paceline.config.model import ModelConfig, MoESpec
-from paceline.costs.demand import block_groups, edge_parameters, layer_parameters
+from paceline.costs.demand import MOMENT_BYTES, block_groups, edge_parameters, layer_parameters
 from paceline.costs.profiles import Profile
 from paceline.costs.workload import Cluster, Workload
 
@@ -201,7 +201,7 @@ def _states(
 ) -> tuple[float, float, float, float]:
     """Weights, gradients, optimizer, and what is gathered for a while."""
     width = 4.0 if work.precision == "fp32" else 2.0
-    moments = {"adamw": 8.0, "adamw8bit": 2.06, "muon": 4.5}[work.optimizer]
+    moments = MOMENT_BYTES[work.optimizer]
     offloaded = work.offload != "none"
     if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
         unreduced = 4.0 * held.largest_layer

@@ -48,6 +48,8 @@ class Profile:
     """Of the links' rate in large collectives (A100 78 %, H200 82 %)."""
     network_efficiency: Number = 0.75
     """Of the cards' rate between nodes."""
+    host_link_efficiency: Number = 0.8
+    """Of PCIe's rate in copies to and from pinned host memory; assumed."""
     data_network: Number = 1.0
     """Of that, in reductions and gathers of data parallelism."""
 

@@ -126,6 +126,11 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
         always = m * (forward_gather + backward_gather) + _exposed(reduce, hidden)
     else:
         always = m * (forward_gather + _exposed(gather + reduce, hidden))
+    link = p.host_link_efficiency
+    offload = _exposed(d.host_down / link, p.gradient_overlap * stage_backward) + d.host_update
+    offload = offload + _exposed(d.host_up / link, p.parameter_overlap * stage_forward)
+    each = d.host_up_each / link
+    offload = offload + m * (_exposed(each, hidden) + _exposed(each, p.parameter_overlap * stage_forward))
     dp = _where(d.sharded > 0, always, once)
     loss = _where(last_is_worst, 1.0, 0.0)
 
@@ -145,6 +150,7 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
         "dp_communication": dp,
         "bubble": bubble,
         "optimizer": d.optimizer_bytes / p.optimizer_efficiency,
+        "offload": offload,
         "overhead": m * p.micro_batch_ms * 1e-3
         + p.step_ms * 1e-3
         + p.step_latency_ms * 1e-3 * np.log2(np.maximum(d.dp_size, 1)),

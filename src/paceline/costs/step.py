@@ -36,6 +36,7 @@ PARTS = (
     "dp_communication",
     "bubble",
     "optimizer",
+    "offload",
     "overhead",
 )
 """Where a step goes, in seconds; they sum to the step. Communication is what is exposed."""

@@ -181,6 +181,9 @@ class Cluster:
     """Between nodes: per GPU, per direction, of its own network card (or its share of one). 400 Gb/s = 50."""
     fast_domain: int = 0
     """GPUs joined by NVLink or its like; 0 = those of a node (NVL72: 72)."""
+    host_gb_per_s: float = 100.0
+    """Of a node's memory, read and written by its processors while they update offloaded states; its GPUs' ranks share
+    it. Assumed: about half of what eight channels of DDR4-3200 carry (205 GB/s). A desktop's two have less."""
     oversubscription: float = 1.0
     """How many times less than the sum of its nodes' links the network's core carries; 1 = rail-optimized, full
     bisection."""

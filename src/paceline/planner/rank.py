@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from paceline.config.asked import Asked
 from paceline.config.refusals import refusals
 from paceline.config.run import RunConfig
+from paceline.costs.memory import estimate
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
@@ -35,6 +36,10 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 KEPT = 40
 """Degrees whose variants are all predicted."""
 
+ALIKE = 0.01
+"""Speeds that differ by less are a tie: predictions do not tell them apart."""
+_USUAL = ("1f1b", "interleaved_1f1b")
+
 _RECOMPUTE = ("none", "selective", "full")
 
 
@@ -50,6 +55,18 @@ class Candidate:
     def tokens_per_second(self) -> float:
         return self.estimate.tokens_per_second_per_gpu * self.gpus
 
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, pinned, for the fullest rank's offloaded states."""
+        return estimate(self.config, self.gpus).host if self.config.parallel.offload != "none" else 0
+
+    @property
+    def oddness(self) -> int:
+        """How many things beyond data parallelism in one schedule a layout needs."""
+        parallel = self.config.parallel
+        axes = (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.dp_replicate, parallel.stages_per_rank)
+        return sum(axis > 1 for axis in axes) + (parallel.pp > 1 and parallel.pipeline_schedule not in _USUAL)
+
     def as_dict(self) -> dict[str, Any]:
         """For programs: the recipe's own fields, and the figures."""
         parallel = self.config.parallel.model_dump(mode="json")
@@ -64,6 +81,7 @@ class Candidate:
             "mfu_convention": self.estimate.convention,
             "memory_gib": self.estimate.memory_gib,
             "memory_gib_by_stage": [stage.total / 2**30 for stage in self.estimate.stages],
+            "host_gib_per_rank": self.host_bytes / 2**30,
             "fits": self.estimate.fits,
             "bubble": self.estimate.bubble,
             "exposed_communication": self.estimate.exposed_communication,
@@ -79,7 +97,7 @@ class Ranking:
     space: Space
     objective: Objective
     fitting: tuple[Candidate, ...]
-    """Best first."""
+    """Best first; where speed decides, of those within `ALIKE` of the fastest the plainest, then the lightest."""
     too_large: tuple[Candidate, ...]
     """Predicted not to fit; best first, were the cards larger."""
     predicted: int
@@ -173,7 +191,14 @@ def _ordered(candidates: list[Candidate], objective: Objective) -> list[Candidat
         "memory": lambda found: (found.estimate.memory_bytes, -found.tokens_per_second),
         "cost": lambda found: (-found.estimate.tokens_per_second_per_gpu, found.gpus),
     }
-    return sorted(candidates, key=keys[objective])
+    ordered = sorted(candidates, key=keys[objective])
+    if objective == "memory" or not ordered:
+        return ordered
+    fastest = ordered[0]
+    enough = (1 - ALIKE) * fastest.estimate.tokens_per_second_per_gpu
+    ties = [one for one in ordered if one.gpus == fastest.gpus and one.estimate.tokens_per_second_per_gpu >= enough]
+    first = min(ties, key=lambda one: (one.oddness, one.estimate.memory_bytes))
+    return [first, *(one for one in ordered if one is not first)]
 
 
 class _Search:

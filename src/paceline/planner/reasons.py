@@ -15,11 +15,10 @@ from paceline.config.nearest import as_sets
 from paceline.config.refusals import refusals
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import common_hardware
-from paceline.costs.memory import estimate as estimate_memory
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.step import PARTS, StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
-from paceline.planner.rank import Candidate, Ranking, rank
+from paceline.planner.rank import ALIKE, Candidate, Ranking, rank
 from paceline.planner.rough import Degrees
 from paceline.report import units
 from paceline.report.finding import Finding
@@ -37,11 +36,11 @@ PART_NAMES = {
     "dp_communication": "exposed data-parallel communication",
     "bubble": "the pipeline's idle time",
     "optimizer": "the optimizer",
+    "offload": "offload: exposed copies over PCIe, and the update by the host",
     "overhead": "overhead of the framework",
 }
 """As a sentence calls them."""
 
-_ALIKE = 0.005
 _WORTHWHILE = 0.01
 """Gains below this share are not told."""
 
@@ -65,7 +64,7 @@ def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> 
     if best and best.gpus != cluster.gpus:  # of fewer, which cost less
         cluster = replace(cluster, gpus=best.gpus, gpus_per_node=min(cluster.gpus_per_node, best.gpus))
     return Reasons(
-        first=tuple(_first(best, cluster)) if best else (),
+        first=(*_first(best, cluster), *_tied(ranking, best)) if best else (),
         others=tuple(_others(ranking, best)) if best else (),
         rejected=tuple(_rejected(ranking, cluster, best)),
         helps=tuple(_helps(best, cluster, profile) if best else _would_fit(ranking, profile)),
@@ -122,11 +121,26 @@ def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
     sizes = [f"{kind} {units.size(value)}" for kind in kinds if (value := getattr(stage, kind)) >= 2**20]
     yield f"{units.size(stage.total)} of {units.size(room)}{where}: {', '.join(sizes)}."
     if best.config.parallel.offload != "none":
-        of_node = estimate_memory(best.config, best.gpus).host * cluster.gpus_per_node
-        yield f"Offloaded states take {units.size(of_node)} of host memory on every node, pinned."
+        ranks = min(best.gpus, cluster.gpus_per_node)
         yield (
-            "How long the host's update takes is not determined: it is not in the step above. Measure a few steps "
-            "(--set train.steps=10); Megatron-LM's were 4.2 times slower with all of it on the host."
+            f"Offloaded states take {units.size(best.host_bytes)} of host memory a rank, "
+            f"{units.size(ranks * best.host_bytes)} on every node, pinned."
+        )
+        yield (
+            f"Of the step, {units.duration(estimate.parts['offload'])} are copies over PCIe that nothing hides and the "
+            f"host's update, at an assumed {cluster.host_gb_per_s:g} GB/s of memory traffic a node, which was never "
+            "measured here. Measure a few steps (--set train.steps=10)."
+        )
+
+
+def _tied(ranking: Ranking, best: Candidate) -> Iterator[str]:
+    """Who was faster by less than predictions can tell."""
+    fastest = max(ranking.fitting, key=lambda one: one.estimate.tokens_per_second_per_gpu)
+    gain = fastest.estimate.tokens_per_second_per_gpu / best.estimate.tokens_per_second_per_gpu - 1
+    if ranking.objective != "memory" and gain >= 5e-4:
+        yield (
+            f"It is the plainest, then the lightest, of those within {ALIKE:.0%} of the fastest, which no prediction "
+            f"can tell apart; the fastest ({layout_text(fastest.config, than=best.config)}): {gain:+.1%} tokens/s."
         )
 
 
@@ -134,15 +148,6 @@ def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
 
 
 def _others(ranking: Ranking, best: Candidate) -> Iterator[str]:
-    simple = min(
-        (one for one in ranking.fitting if one.tokens_per_second >= (1 - _ALIKE) * best.tokens_per_second),
-        key=lambda one: (one.config.parallel.model_ranks, one.config.parallel.stages, one.config.parallel.zero),
-    )
-    if simple.config.parallel.model_ranks < best.config.parallel.model_ranks and simple.gpus == best.gpus:
-        yield (
-            f"Simpler, and as fast within {_ALIKE:.1%}, which no prediction can tell apart: "
-            f"{layout_text(simple.config)} ({simple.estimate.memory_gib:.1f} GiB)."
-        )
     wanted = _fields(best.config)
     nearest: dict[tuple[str, ...], Candidate] = {}
     for candidate in ranking.fitting[1:]:

@@ -103,7 +103,7 @@ def _durations(config: RunConfig, estimate: StepEstimate, slow: Slow) -> _Durati
         backward=tuple(share * (work * 2 / 3 + again) for share in shares),
         hop=hop,
         gradients=parts["dp_communication"] * slow.axes.get("dp", 1.0),
-        rest=parts["optimizer"] + parts["overhead"],
+        rest=parts["optimizer"] + parts["offload"] + parts["overhead"],
     )
 
 
