@@ -236,3 +236,29 @@ def test_a_trace_is_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "goodput" in done.stdout
     assert json.loads(target.read_text())["traceEvents"]
+
+
+def test_what_is_tight_for_the_dry_run_is_tight_here() -> None:
+    recipe = (str(RECIPES / "llama3_8b.toml"), "--gpus", "64", "--gpu", "H100-80")
+    batch = ("--set", "train.global_batch_size=512", "--only", "zero=1,recompute=none")
+    for one in _json(*recipe, *batch, "--top", "5"):
+        assert one["fits"] and one["tight"] == (one["memory_gib"] > 0.8 * 0.985 * 80)
+    shown = plan(*recipe, *batch).stdout
+    assert " !  " in shown and "! tight: above 80%" in shown and "Not in it: CUDA's context" in shown
+    # a schedule's x2 and the copies of a sharded state are told apart, and only where there are any
+    assert "x2" not in shown.partition("Layouts")[2].partition("the run")[0]
+
+
+def test_lines_about_the_machines_fit_a_terminal() -> None:
+    top = plan(*LLAMA).stdout.partition("Layouts, predicted")[0]
+    assert max(len(line) for line in top.splitlines() if "--set" not in line) <= 120
+
+
+def test_memory_is_explained_of_which_layout_and_nothing_is_written(tmp_path: Path) -> None:
+    recipe = (str(RECIPES / "llama3_8b.toml"), "--gpus", "8", "--gpu", "H100-80", "--explain-memory")
+    shown = plan(*recipe).stdout
+    assert "the recipe's own layout" in shown and "--write best.toml" in shown
+    assert "framework" not in shown and "tight (9" in shown
+    refused = plan(*recipe, "--write", str(tmp_path / "best.toml"))
+    assert refused.returncode == 2 and "--explain-memory writes nothing" in refused.stderr
+    assert not (tmp_path / "best.toml").exists()

@@ -87,10 +87,19 @@ def layouts(
 ) -> None:
     """The best layouts of a recipe on a cluster, with reasons (the verb may be left out)."""
     from paceline.cli.plan_layouts import Wanted, explain_memory_of, show_layouts
+    from paceline.errors import ConfigError
     from paceline.planner.request import make_request
 
     request = make_request(recipe, overrides or (), gpus, gpu, nodes_of, interconnect, calibration)
     if explain_memory:
+        unused = [f"--{name}" for name, value in (("write", write), ("html", html)) if value]
+        if unused:
+            raise ConfigError(
+                f"--explain-memory writes nothing, so {' and '.join(unused)} cannot go with it",
+                evidence="It prints the bytes of one layout: the recipe's own.",
+                next_step="Leave --explain-memory out to write the best layout; then `paceline plan` that file with "
+                "--explain-memory.",
+            )
         explain_memory_of(request, as_json=as_json)
         return
     show_layouts(

@@ -19,11 +19,12 @@ from paceline.config.check import check, refuse_errors
 from paceline.config.load import differences
 from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
-from paceline.costs.step import StageMemory
+from paceline.costs.profiles import Profile
+from paceline.costs.step import SAFE_SHARE, StageMemory
 from paceline.costs.workload import Cluster
 from paceline.errors import ConfigError
 from paceline.planner.rank import OBJECTIVES, Candidate, Ranking, estimate_config, rank, rank_counts
-from paceline.planner.reasons import Reasons, layout_text, reasons
+from paceline.planner.reasons import Reasons, layout_text, not_counted, reasons
 from paceline.planner.request import Request, count_of, parse_only, refuse_held
 from paceline.report import units
 from paceline.report.console import make_console, print_findings, print_table
@@ -168,6 +169,7 @@ _SCHEDULES = {"1f1b": "1f1b", "interleaved_1f1b": "interleaved", "zero_bubble": 
 def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
     """One row a layout."""
     experts = config.model.is_moe
+    any_tight = any(candidate.estimate.tight for candidate in found)
     several = len({candidate.gpus for candidate in found}) > 1
     rows = []
     for place, candidate in enumerate(found, 1):
@@ -192,7 +194,7 @@ def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
                 units.count(candidate.tokens_per_second),
                 units.count(estimate.tokens_per_second_per_gpu),
                 "" if estimate.mfu is None else units.percent(estimate.mfu),
-                f"{estimate.memory_gib:.1f}",
+                f"{estimate.memory_gib:.1f}" + (" !" if estimate.tight else "  " * any_tight),
                 units.percent(estimate.bubble),
                 units.percent(estimate.exposed_communication),
             )
@@ -206,6 +208,8 @@ def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
         *(">GiB", ">bubble", ">exposed"),
     ]
     convention = found[0].estimate.convention if found else ""
+    staged = any(candidate.config.parallel.stages_per_rank > 1 for candidate in found)
+    copied = any(candidate.config.parallel.dp_replicate > 1 for candidate in found)
     offloaded = any(candidate.config.parallel.offload != "none" for candidate in found)
     return table(
         columns,
@@ -213,7 +217,14 @@ def layouts_table(found: Sequence[Candidate], config: RunConfig) -> Table:
         title="Layouts, predicted",
         notes=(
             f"MFU: {convention}. GiB: of the fullest card.",
-            "Exposed: communication that nothing hides. zero 0 and 1: flat engine; 2 and 3: FSDP2; x2: copies of it.",
+            "Exposed: communication that nothing hides. zero 0 and 1: flat engine; 2 and 3: FSDP2.",
+            *(("A schedule's x2: two stages a rank.",) if staged else ()),
+            *(("zero 3 x2: two copies of the sharded state, each over a part of the ranks.",) if copied else ()),
+            *(
+                (f"! tight: above {SAFE_SHARE:.0%} of what the driver leaves, as the dry run says.",)
+                if any_tight
+                else ()
+            ),
             *(("* the optimizer's state in host memory (parallel.offload).",) if offloaded else ()),
         ),
     )
@@ -300,17 +311,31 @@ def explain_memory_of(request: Request, *, as_json: bool) -> None:
         typer.echo(json.dumps([_as_dict(place, stage) for place, stage in enumerate(found.estimate.stages)], indent=1))
         return
     console = make_console()
-    print_table(console, memory_table(found, cluster))
+    print_table(console, memory_table(found, request.profile))
     console.print()
     print_table(console, moments_table(found))
+    share = found.estimate.memory_bytes / cluster.gpu.memory_bytes
     verdict = "fits" if found.estimate.fits else "does not fit"
+    if found.estimate.tight:
+        verdict = f"fits, but is tight ({share:.0%}, above {SAFE_SHARE:.0%})"
     room = units.size(cluster.gpu.memory_bytes)
     console.print()
     console.print(
         Text(f"{layout_text(found.config)} on {cluster.name} {verdict}: {found.estimate.memory_gib:.2f} GiB of {room}.")
     )
+    if found.host_bytes:
+        console.print(Text(f"Offloaded: {units.size(found.host_bytes)} of host memory a rank, pinned."))
+    command = f"paceline plan {request.name} --gpus {cluster.gpus}"
     if not found.estimate.fits:
-        console.print(Text(f"  → paceline plan {request.name} --gpus {cluster.gpus} lists layouts that do."))
+        console.print(Text(f"  → {command} lists layouts that do."), soft_wrap=True)
+    if request.is_preset:
+        told = "A preset has no layout of its own: this is the best one."
+    else:
+        told = (
+            f"This is the recipe's own layout. Of the best one: {command} --write best.toml, then "
+            "paceline plan best.toml --explain-memory with the same --gpus and --gpu."
+        )
+    console.print(Text(told), soft_wrap=True)
 
 
 def _as_dict(place: int, stage: StageMemory) -> dict[str, Any]:
@@ -319,19 +344,25 @@ def _as_dict(place: int, stage: StageMemory) -> dict[str, Any]:
     return {"pipeline_rank": place, **kinds, "total_gib": stage.total / 2**30, **moments}
 
 
-def memory_table(found: Candidate, cluster: Cluster) -> Table:
+def memory_table(found: Candidate, profile: Profile) -> Table:
     """Bytes by kind for each position of the pipeline, at their peak."""
+    kinds = [kind for kind in KINDS if kind != "framework" or any(s.framework >= 2**20 for s in found.estimate.stages)]
     rows = [
-        (str(place), *(f"{getattr(stage, kind) / 2**30:.2f}" for kind in KINDS), f"{stage.total / 2**30:.2f}")
+        (str(place), *(f"{getattr(stage, kind) / 2**30:.2f}" for kind in kinds), f"{stage.total / 2**30:.2f}")
         for place, stage in enumerate(found.estimate.stages)
     ]
     return table(
-        (">pp", *(f">{kind}" for kind in KINDS), ">total"),
+        (">pp", *(f">{kind}" for kind in kinds), ">total"),
         rows,
         title="Memory of a rank by position in the pipeline, in GiB, predicted",
         notes=(
             "optimizer: masters and moments. gathered: weights and gradients that are whole for a while (FSDP).",
-            "framework: CUDA, its libraries, communicators' buffers, fragmentation.",
+            *(
+                ("framework: what torch's allocator was measured to hold beside these.",)
+                if len(kinds) == len(KINDS)
+                else ()
+            ),
+            not_counted(profile),
         ),
     )
 

@@ -59,6 +59,8 @@ class StepEstimate:
     stages: tuple[StageMemory, ...]
     """Memory by position in the pipeline."""
     fits: bool
+    tight: bool
+    """It fits, but above `SAFE_SHARE` of the card."""
     micro_batches: int
 
     @property
@@ -136,6 +138,7 @@ def predict(work: RunConfig | Workload, cluster: Cluster, profile: Profile = PAC
         convention=f"causal attention, recomputation not counted, {'fp8' if in_fp8 else 'bf16'} peak",
         stages=stages,
         fits=fits(most, cluster, profile),
+        tight=fits(most, cluster, profile) and most > SAFE_SHARE * cluster.gpu.memory_bytes,
         micro_batches=work.micro_batches(cluster.gpus),
     )
 
@@ -146,6 +149,9 @@ def fits(memory_bytes: float, cluster: Cluster, profile: Profile) -> bool:
     return memory_bytes <= (1 - MARGIN) * usable
 
 
+SAFE_SHARE = 0.8
+"""Of what the driver leaves: estimates up to it have not been seen to run out (`costs/memory.py`); the dry run calls
+what is above tight."""
 MARGIN = 0.03
 """Of a card's memory that an estimate must leave: fragmentation differs from run to run by about as much."""
 

@@ -133,8 +133,8 @@ def make_cluster(gpu: Hardware, gpus: int, *, gpus_per_node: int = 0, interconne
         link = gpu.nvlink_gb_per_s
         inside = f"NVLink, {link:.0f} GB/s" if link else f"PCIe, {gpu.pcie_gb_per_s or 0:.0f} GB/s"
         return cluster, f"one node; {inside} a GPU and direction"
-    assumed = "" if interconnect else "; assumed, --interconnect says otherwise"
-    return cluster, f"nodes of {per_node}; between them {name}, {rate:g} GB/s a GPU ({what}{assumed})"
+    assumed = "" if interconnect else "; assumed (--interconnect)"
+    return cluster, f"nodes of {per_node}; {name}, {rate:g} GB/s a GPU: {what.partition(' (')[0]}{assumed}"
 
 
 def usual_interconnect(gpu: Hardware) -> str:

@@ -83,6 +83,7 @@ class Candidate:
             "memory_gib_by_stage": [stage.total / 2**30 for stage in self.estimate.stages],
             "host_gib_per_rank": self.host_bytes / 2**30,
             "fits": self.estimate.fits,
+            "tight": self.estimate.tight,
             "bubble": self.estimate.bubble,
             "exposed_communication": self.estimate.exposed_communication,
             "micro_batches": self.estimate.micro_batches,

@@ -16,7 +16,7 @@ from paceline.config.refusals import refusals
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import common_hardware
 from paceline.costs.profiles import PACELINE, Profile
-from paceline.costs.step import PARTS, StepEstimate, predict
+from paceline.costs.step import MARGIN, PARTS, SAFE_SHARE, StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.planner.rank import ALIKE, Candidate, Ranking, rank
 from paceline.planner.rough import Degrees
@@ -64,7 +64,7 @@ def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> 
     if best and best.gpus != cluster.gpus:  # of fewer, which cost less
         cluster = replace(cluster, gpus=best.gpus, gpus_per_node=min(cluster.gpus_per_node, best.gpus))
     return Reasons(
-        first=(*_first(best, cluster), *_tied(ranking, best)) if best else (),
+        first=(*_first(best, cluster, profile), *_tied(ranking, best)) if best else (),
         others=tuple(_others(ranking, best)) if best else (),
         rejected=tuple(_rejected(ranking, cluster, best)),
         helps=tuple(_helps(best, cluster, profile) if best else _would_fit(ranking, profile)),
@@ -105,7 +105,15 @@ def _fields(config: RunConfig) -> dict[str, Any]:
 # ---- the first
 
 
-def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
+def not_counted(profile: Profile) -> str:
+    """What an estimate of memory leaves out, and what is kept free for it."""
+    return (
+        f"Not in it: CUDA's context, libraries and NCCL's buffers (about {profile.context_gib:g} GiB are kept free for "
+        f"them) and fragmentation ({MARGIN:.0%} are kept free)."
+    )
+
+
+def _first(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[str]:
     estimate = best.estimate
     parts = sorted(estimate.parts.items(), key=lambda item: -item[1])
     shares = [
@@ -120,6 +128,10 @@ def _first(best: Candidate, cluster: Cluster) -> Iterator[str]:
     kinds = ("states", "gathered", "activations", "logits", "framework")
     sizes = [f"{kind} {units.size(value)}" for kind in kinds if (value := getattr(stage, kind)) >= 2**20]
     yield f"{units.size(stage.total)} of {units.size(room)}{where}: {', '.join(sizes)}."
+    yield not_counted(profile)
+    if estimate.tight:
+        share = units.percent(stage.total / room)
+        yield f"{share} of the card is tight: only up to {SAFE_SHARE:.0%} has no run been seen to run out of it."
     if best.config.parallel.offload != "none":
         ranks = min(best.gpus, cluster.gpus_per_node)
         yield (
