@@ -24,6 +24,7 @@ from paceline.planner.megatron_advice import advice
 from paceline.planner.megatron_better import Better, best_layout, same_layout
 from paceline.planner.megatron_conflicts import conflicts
 from paceline.planner.megatron_flags import PASSIVE
+from paceline.planner.megatron_ramp_up import FLAG as RAMP_UP
 from paceline.planner.request import calibrated
 from paceline.report import units
 from paceline.report.console import make_console, print_findings, print_table
@@ -83,8 +84,10 @@ def show_megatron(
         else:
             print_table(console, _read_table(run, cluster, network, assumed))
             console.print()
-            print_findings(console, found)
-            console.print()
+            # the errors themselves are told by what is raised
+            if others := [finding for finding in found if finding.severity != "error"]:
+                print_findings(console, others)
+                console.print()
         refuse_errors(found)
     profile = calibrated("megatron", calibration)
     found = [*found, *advice(run, cluster, profile)]
@@ -129,7 +132,10 @@ def _print(
     if not better.changes:
         console.print(Text("No better flags were found."))
         return
-    print_table(console, table(("flag", "before", "after"), better.changes, title="What changes"))
+    ramp_up = any(flag == f"--{RAMP_UP}" for flag, _, _ in better.changes)
+    note = "Each batch of the ramp-up must be a multiple of micro-batch x data parallel (interleaved: x pp)."
+    notes = (note,) if ramp_up else ()
+    print_table(console, table(("flag", "before", "after"), better.changes, title="What changes", notes=notes))
     console.print()
     title = "Better flags" + ("" if best else " (no other layout that fits was found)")
     console.print(Text(title, style="bold"))
@@ -167,10 +173,16 @@ def _read_table(run: MegatronRun, cluster: Cluster, network: str, assumed: str) 
         (
             "flags",
             f"{len(run.flags.given)} understood",
-            f"{passive} of them decide nothing here; {len(run.flags.unknown)} unknown",
+            f"{passive} of them decide nothing here; {_unknown(run)}",
         ),
     ]
     return table(("Megatron-LM", "", ""), rows, notes=(assumed,) if assumed else ())
+
+
+def _unknown(run: MegatronRun) -> str:
+    names = [f"--{unknown.name}" for unknown in run.flags.unknown]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} unknown" + (f": {', '.join(names[:3])}{more}" if names else "")
 
 
 def _predicted(rows: Sequence[tuple[str, Workload, StepEstimate]], cluster: Cluster) -> Table:

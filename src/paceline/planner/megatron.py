@@ -264,10 +264,50 @@ def _recipe(flags: Flags, fields: Mapping[str, Any], layout: Layout, gpus: int, 
         return resolve(tables).config
     except ConfigError as problem:
         raise ConfigError(
-            f"these flags describe no model that can be built: {problem.subject}",
-            evidence=problem.evidence,
-            next_step=problem.next_step,
+            f"these flags describe no model that can be built: {_in_flags(problem.subject)}",
+            evidence=_in_flags(problem.evidence),
+            next_step=_in_flags(problem.next_step),
         ) from problem
+
+
+_FLAG_OF = {
+    "num_heads": "num-attention-heads",
+    "num_kv_heads": "num-query-groups",
+    "head_dim": "kv-channels",
+    "hidden_size": "hidden-size",
+    "ffn_size": "ffn-hidden-size",
+    "num_layers": "num-layers",
+    "vocab_size": "vocab-size",
+    "max_seq_len": "max-position-embeddings",
+    "num_experts": "num-experts",
+    "top_k": "moe-router-topk",
+    "rope_fraction": "rotary-percent",
+    "rope_theta": "rotary-base",
+    "sliding_window": "window-size",
+    "q_lora_rank": "q-lora-rank",
+    "kv_lora_rank": "kv-lora-rank",
+    "qk_nope_head_dim": "qk-head-dim",
+    "qk_rope_head_dim": "qk-pos-emb-head-dim",
+    "v_head_dim": "v-head-dim",
+    "mtp_layers": "mtp-num-layers",
+    "seq_len": "seq-length",
+    "global_batch_size": "global-batch-size",
+    "micro_batch_size": "micro-batch-size",
+    # these only with their section: as words they are everywhere
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+}
+
+
+def _in_flags(text: str) -> str:
+    """A message about a recipe with Megatron's flags in place of the recipe's keys."""
+    written = {name if "_" in name else rf"parallel\.{name}": flag for name, flag in _FLAG_OF.items()}
+    for name, flag in written.items():
+        text = re.sub(rf"\b(?:(?:model|train|parallel)\.(?:moe\.)?)?{name}\b", f"--{flag}", text)
+    return re.sub(r"(--[\w-]+) = ", r"\1 ", text)
 
 
 def _workload(flags: Flags, config: RunConfig, layout: Layout) -> Workload:

@@ -10,6 +10,8 @@ from paceline.costs.profiles import MEGATRON, Profile
 from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.planner.megatron import MegatronRun, padded_model
+from paceline.planner.megatron_ramp_up import FLAG as RAMP_UP
+from paceline.planner.megatron_ramp_up import RampUp
 from paceline.planner.rank import Candidate, rank
 
 Changes = dict[str, tuple[str, ...] | None]
@@ -157,9 +159,21 @@ def _left_off(run: MegatronRun, work: Workload, *, fsdp: bool) -> Changes:
     return {name: value for name, value in changes.items() if flags.given.get(name) != value}
 
 
+def _ramp_up(run: MegatronRun, work: Workload, cluster: Cluster) -> Changes:
+    """The ramp-up of the batch with steps that the layout can deal out; dropped where there are none."""
+    before = RampUp.of(run.flags)
+    if before is None or not run.layout.global_batch_size:
+        return {}
+    portion = work.micro_batch_size * work.dp(cluster.gpus) * (work.pp if work.stages_per_rank > 1 else 1)
+    after = before.made_to_fit(portion, run.layout.global_batch_size)
+    if after == before:
+        return {}
+    return {RAMP_UP: None if after is None else after.values}
+
+
 def _better(run: MegatronRun, cluster: Cluster, layout: Changes, work: Workload, profile: Profile) -> Better:
     fsdp = run.layout.fsdp and "use-torch-fsdp2" not in layout
-    changes = _left_off(run, work, fsdp=fsdp) | layout
+    changes = _left_off(run, work, fsdp=fsdp) | layout | _ramp_up(run, work, cluster)
     given = dict(run.flags.given)
     told = []
     for name, value in changes.items():

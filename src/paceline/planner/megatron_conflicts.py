@@ -12,6 +12,7 @@ from paceline.config.asked import divisors, error, listed
 from paceline.config.schedules import even_layout
 from paceline.planner.megatron import MegatronRun
 from paceline.planner.megatron_flags import PASSIVE
+from paceline.planner.megatron_ramp_up import RampUp
 from paceline.report.finding import Finding
 
 
@@ -133,6 +134,25 @@ def _batch(run: MegatronRun) -> Iterator[Finding]:
             f"Data parallel is {run.gpus} GPUs / (tp {layout.tp} x pp {layout.pp} x cp {layout.cp}).",
             f"The nearest global batch sizes are {' and '.join(sizes)}.",
         )
+        return
+    yield from _ramp_up(run, portion)
+
+
+def _ramp_up(run: MegatronRun, portion: int) -> Iterator[Finding]:
+    found, whole = RampUp.of(run.flags), run.layout.global_batch_size
+    portion *= run.layout.pp if run.layout.stages_per_rank > 1 else 1
+    if found is None or found.fits(portion, whole):
+        return
+    times = f" x pp {run.layout.pp}" if run.layout.stages_per_rank > 1 else ""
+    better = found.made_to_fit(portion, whole)
+    yield error(
+        "megatron/ramp-up",
+        f"--rampup-batch-size {found.start} {found.increment} cannot be dealt out on its way to --global-batch-size "
+        f"{whole}",
+        f"Start and increment must be multiples of micro-batch {run.layout.micro_batch_size} x data parallel {run.dp}"
+        f"{times} = {portion}, and the increment must divide what lies between start and the global batch.",
+        f"Set --rampup-batch-size {' '.join(better.values)}." if better else "Drop --rampup-batch-size.",
+    )
 
 
 def _pipeline(run: MegatronRun) -> Iterator[Finding]:
