@@ -7,7 +7,7 @@ import pytest
 from paceline.config.load import resolve
 from paceline.costs.layers import training_flops_per_token
 from paceline.planner.machines import find_gpu, make_cluster
-from paceline.planner.sizing import size, with_batch
+from paceline.planner.sizing import _between, size, with_batch
 
 
 def test_the_fewest_gpus_that_are_enough() -> None:
@@ -23,6 +23,15 @@ def test_the_fewest_gpus_that_are_enough() -> None:
     )
     assert found.chosen is not None
     assert found.days_of(found.chosen) <= 30
+    # no whole node that divides well lies between it and the last that was too few
+    below = max(count for count, one in found.tried if count < found.chosen.gpus)
+    assert _between(below, found.chosen.gpus, 8) == []
+    # the batch that was asked for, or one that is a good deal faster
+    for count, one in found.tried:
+        assert one is not None
+        train, parallel = one.config.train, one.config.parallel
+        assert train.global_batch_size % (train.micro_batch_size * parallel.dp_degree(count)) == 0
+        assert count % 3 == 0 or train.global_batch_size == 512
     fewer = [one for count, one in found.tried if one is not None and count < found.chosen.gpus]
     assert fewer
     assert all(found.days_of(one) > 30 for one in fewer)
@@ -30,6 +39,11 @@ def test_the_fewest_gpus_that_are_enough() -> None:
     flops = training_flops_per_token(config.model, 8192) * 3e11
     by_hand = flops / (found.days_of(found.chosen) * 86400 * 0.9) / (found.chosen.estimate.tflops_per_gpu * 1e12)
     assert by_hand == pytest.approx(found.chosen.gpus, rel=1e-6)
+
+
+def test_nodes_between_common_numbers_divide_well() -> None:
+    assert _between(320, 384, 8) == [336, 352, 360]  # 42, 44, 45 nodes; 41, 43, 46, 47 have large primes
+    assert _between(4, 8, 8) == []
 
 
 @pytest.mark.parametrize(("batch", "gpus"), [(1024, 384), (512, 96), (100, 64), (8, 320), (1024, 7 * 64)])

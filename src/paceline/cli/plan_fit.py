@@ -10,6 +10,7 @@ from rich.text import Text
 
 from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
+from paceline.costs.step import SAFE_SHARE
 from paceline.costs.workload import Cluster
 from paceline.errors import ConfigError
 from paceline.planner.machines import find_gpu, make_cluster
@@ -46,7 +47,7 @@ def show_fit(
     config = recipe.config
     train = config.train
     if is_preset and not any(text.startswith("train.global_batch_size") for text in overrides):
-        whole = max(1, round(count_of(batch_tokens, "--batch-tokens") / train.seq_len))
+        whole = _whole(count_of(batch_tokens, "--batch-tokens") / train.seq_len)
         config = config.model_copy(update={"train": train.model_copy(update={"global_batch_size": whole})})
     if not 0 <= reserve < 1:
         raise ConfigError(f"--reserve {reserve} is no share of the time", next_step="Give 0.05 for five percent.")
@@ -75,7 +76,7 @@ def show_fit(
             evidence="Tried "
             + ", ".join(str(count) for count, _ in sized.tried)
             + " GPUs; "
-            + (f"the fastest takes {min(map(sized.days_of, fitting)):.3g} days." if fitting else "nothing fits."),
+            + (f"the fastest takes {_days(min(map(sized.days_of, fitting)))} days." if fitting else "nothing fits."),
             next_step="Give more days, a larger batch (--batch-tokens), or larger cards.",
         )
     _, network = make_cluster(card, sized.chosen.gpus, gpus_per_node=per_node, interconnect=interconnect)
@@ -88,6 +89,16 @@ def show_fit(
     command = f"paceline plan {model} --gpus {sized.chosen.gpus} --gpu '{gpu}'"
     command += f" --set train.global_batch_size={sized.chosen.config.train.global_batch_size}"
     console.print(Text(f"More about it: {command}"), soft_wrap=True)
+
+
+def _whole(sequences: float) -> int:
+    """A number of sequences that many degrees of data parallelism divide: 4M tokens are not 977 of 4096, but 1024."""
+    unit = 128 if sequences >= 512 else 8 if sequences >= 32 else 1
+    return max(1, round(sequences / unit)) * unit
+
+
+def _days(days: float) -> str:
+    return f"{days:,.0f}" if days >= 1000 else f"{days:.1f}" if days >= 100 else f"{days:.2f}"
 
 
 def _steps(config: RunConfig, sized: Sizing, chosen: Candidate, network: str, price: float) -> Table:
@@ -126,7 +137,7 @@ def _steps(config: RunConfig, sized: Sizing, chosen: Candidate, network: str, pr
         (
             "GPUs",
             f"{chosen.gpus:,}",
-            f"{days:.3g} days, {units.count(chosen.tokens_per_second)} tokens/s, {hours:,.0f} GPU-hours"
+            f"{_days(days)} days, {units.count(chosen.tokens_per_second)} tokens/s, {hours:,.0f} GPU-hours"
             + (f", ${hours * price:,.0f} at ${price:g}" if price else ""),
         ),
         ("memory", f"{estimate.memory_gib:.1f} GiB", f"of the fullest card; {layout_text(chosen.config)}"),
@@ -144,25 +155,38 @@ def _counts(sized: Sizing) -> Table:
     rows = []
     for count, found in sized.tried:
         if found is None:
-            rows.append((f"{count:,}", "nothing fits", "", "", "", ""))
+            rows.append((f"{count:,}", "nothing fits", "no", "", "", "", "", ""))
             continue
         days, estimate = sized.days_of(found), found.estimate
         rows.append(
             (
                 f"{count:,}",
-                f"{days:.3g}",
+                _days(days),
+                "yes" if days <= sized.days else "no",
                 "" if estimate.mfu is None else units.percent(estimate.mfu),
                 f"{days * 24 * count:,.0f}",
-                f"{estimate.memory_gib:.1f}",
+                f"{estimate.memory_gib:.1f}" + (" !" if estimate.tight else ""),
+                f"{found.config.train.global_batch_size:,}",
                 layout_text(found.config),
             )
         )
+    batches = {found.config.train.global_batch_size for _, found in sized.tried if found}
+    tight = any(found.estimate.tight for _, found in sized.tried if found)
     convention = next((found.estimate.convention for _, found in sized.tried if found), "")
     return table(
-        (">GPUs", ">days", ">MFU", ">GPU-hours", ">peak GiB", "layout"),
+        (">GPUs", ">days", "enough", ">MFU", ">GPU-hours", ">peak GiB", ">batch", "layout"),
         rows,
         title="Numbers of GPUs that were tried",
-        notes=(f"MFU: {convention}.",),
+        notes=(
+            f"MFU: {convention}.",
+            *(
+                ("Batches differ, in sequences: where that asked for can only be cut into slow layouts, the nearest.",)
+                if len(batches) > 1
+                else ()
+            ),
+            *((f"! tight: above {SAFE_SHARE:.0%} of what the driver leaves.",) if tight else ()),
+            "Numbers of nodes that divide badly (a prime factor above 13) were not tried.",
+        ),
     )
 
 

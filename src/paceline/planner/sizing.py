@@ -5,7 +5,7 @@
 3. all tokens, and a reserve for failures, restarts and evaluation;
 4. divided by what a GPU really does: not its peak, but the predicted speed of the best layout on so many GPUs.
 
-Speed a GPU falls as GPUs grow, so step 4 is repeated until the fewest nodes that meet the deadline are found.
+Speed a GPU falls as GPUs grow, so step 4 is repeated until (nearly) the fewest nodes that meet the deadline are found.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _FIRST_GUESS = 0.4
 """MFU with which the search begins; it decides nothing but where."""
 _KEPT, _PROBED = 8, 120
 _MOST_GPUS = 2**17
+_LARGEST_FACTOR = 13
+"""Of a number of nodes between common ones: with a larger one, few degrees divide it."""
+_WORTH_ANOTHER_BATCH = 0.05
+"""Rows are compared at the batch that was asked for, unless its divisors cost more than this of the speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,10 @@ def size(
     gpus_per_node: int,
     profile: Profile = PACELINE,
 ) -> Sizing:
-    """The fewest GPUs, in whole nodes of common numbers, on which ``tokens`` take ``days`` or less.
+    """Near the fewest GPUs, in whole nodes, on which ``tokens`` take ``days`` or less.
+
+    Common numbers of nodes first, then those between the last that is too few and the first that is enough, but for
+    numbers that divide badly: more GPUs are taken to be faster there, which a few misfits are not.
 
     Args:
         machines: the cluster of so many GPUs.
@@ -70,9 +77,7 @@ def size(
 
     def best(count: int) -> Candidate | None:
         if count not in found:
-            cluster = machines(count)
-            ranked = rank(with_batch(config, count), cluster, profile=profile, keep=_KEPT, probe=_PROBED, offload=False)
-            found[count] = ranked.fitting[0] if ranked.fitting else None
+            found[count] = on_gpus(config, machines(count), profile)
         return found[count]
 
     def is_enough(count: int) -> bool:
@@ -85,6 +90,12 @@ def size(
     while high - low > 1:  # more GPUs are faster, but for what divides badly
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(counts[middle]) else (middle, high)
+    if high and is_enough(counts[high]):
+        between = _between(counts[high - 1], counts[high], gpus_per_node)
+        first, last = -1, len(between)
+        while last - first > 1:
+            middle = (first + last) // 2
+            first, last = (first, middle) if is_enough(between[middle]) else (middle, last)
     enough = [count for count in sorted(found) if is_enough(count)]
     return Sizing(
         tokens=tokens,
@@ -140,7 +151,32 @@ def _counts(gpus_per_node: int) -> list[int]:
     return within + [gpus_per_node * count for count in nodes if gpus_per_node * count <= _MOST_GPUS]
 
 
+def _between(low: int, high: int, gpus_per_node: int) -> list[int]:
+    """Numbers of GPUs in whole nodes between two, whose nodes have no prime factor above `_LARGEST_FACTOR`."""
+    nodes = range(low // gpus_per_node + 1, -(-high // gpus_per_node))
+    return [gpus_per_node * count for count in nodes if _largest_factor(count) <= _LARGEST_FACTOR]
+
+
+def _largest_factor(count: int) -> int:
+    largest, factor = 1, 2
+    while count > 1:
+        while count % factor == 0:
+            largest, count = factor, count // factor
+        factor += 1
+    return largest
+
+
 def on_gpus(config: RunConfig, cluster: Cluster, profile: Profile = PACELINE) -> Candidate | None:
-    """The best layout on exactly these GPUs."""
-    ranked = rank(with_batch(config, cluster.gpus), cluster, profile=profile, keep=_KEPT, probe=_PROBED, offload=False)
-    return ranked.fitting[0] if ranked.fitting else None
+    """The best layout on exactly these GPUs; with another batch only where that is `_WORTH_ANOTHER_BATCH` faster."""
+
+    def best(asked: RunConfig) -> Candidate | None:
+        ranked = rank(asked, cluster, profile=profile, keep=_KEPT, probe=_PROBED, offload=False)
+        return ranked.fitting[0] if ranked.fitting else None
+
+    own, other = best(config), with_batch(config, cluster.gpus)
+    if other is config:
+        return own
+    changed = best(other)
+    if own is None or changed is None:
+        return own or changed
+    return changed if changed.tokens_per_second > (1 + _WORTH_ANOTHER_BATCH) * own.tokens_per_second else own
