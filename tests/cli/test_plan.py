@@ -269,7 +269,9 @@ def test_memory_is_explained_of_which_layout_and_nothing_is_written(tmp_path: Pa
 def test_rows_of_a_sizing_say_their_batch_and_whether_they_are_enough() -> None:
     shown = plan("fit", "--model", "llama3_8b", "--gpu", "H100-80", "--tokens", "10B", "--days", "1").stdout
     assert "batch 1024 x 4096" in shown  # 4M tokens are 977 sequences, which nothing divides
-    rows = [line.split() for line in shown.partition("Numbers of GPUs that were tried")[2].splitlines()[1:] if line.strip()]
+    rows = [
+        line.split() for line in shown.partition("Numbers of GPUs that were tried")[2].splitlines()[1:] if line.strip()
+    ]
     rows = [row for row in rows if row[0].isdigit()]
     assert len(rows) >= 2
     for row in rows:
