@@ -130,3 +130,4 @@ def test_rows_with_missing_fields_are_listed(tmp_path: Path) -> None:
     found, skipped = read_measured([str(file)], "paceline")
     assert [run.id for run in found] == ["a"]
     assert [(one.id, one.reason) for one in skipped] == [("b", "heads is not published")]
+    assert skipped[0].reasons == "heads is not published"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.costs.layers import count_parameters
-from paceline.planner.published import COLUMNS, NotScored, PublishedRun, read_rows, read_run
+from paceline.planner.published import COLUMNS, REQUIRED, NotScored, PublishedRun, read_rows, read_run
 
 RUNS = Path(__file__).parents[2] / "docs" / "measured" / "published_runs.csv"
 
@@ -50,6 +50,16 @@ def test_a_row_as_a_workload() -> None:
 def test_rows_that_cannot_be_scored_say_why(changes: dict[str, str], reason: str) -> None:
     found = read_run(ROW | changes)
     assert isinstance(found, NotScored) and reason in found.reason
+
+
+def test_all_that_a_row_lacks_is_told_at_once() -> None:
+    found = read_run(ROW | {"hidden": "", "mbs": "", "gpu": "TPU v5p", "step_time_s": ""})
+    assert isinstance(found, NotScored)
+    told = found.reasons
+    assert "hidden" in told and "mbs" in told and "'TPU v5p' is not in the hardware table" in told
+    assert "nothing measured" in told and told.startswith(found.reason) and told.count("mbs") == 1
+    least = {name: text for name, text in ROW.items() if name in (*REQUIRED, "step_time_s")} | {"id": "mine"}
+    assert isinstance(read_run(least, "paceline"), PublishedRun)
 
 
 def test_tflops_are_read_in_the_sources_own_convention() -> None:

@@ -258,7 +258,7 @@ def validate(
         str, typer.Option("--framework", help="Whose runs, where ids do not tell: paceline, megatron, torchtitan ...")
     ] = "",
     left_out: Annotated[
-        bool, typer.Option("--left-out", help="Predict each row by a profile fitted without its model (a minute).")
+        bool, typer.Option("--left-out", help="Predict each row by a profile fitted without its model (minutes).")
     ] = False,
     worst: Annotated[int, typer.Option("--worst", min=0, help="How many of the worst rows to list.")] = 5,
     as_json: Json = False,

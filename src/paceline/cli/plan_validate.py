@@ -13,7 +13,7 @@ from paceline.costs.profiles import Profile, find_profile
 from paceline.errors import ConfigError
 from paceline.planner import first_choice
 from paceline.planner.calibration import calibrate, calibration_text, read_calibration, read_measured
-from paceline.planner.published import NotScored, PublishedRun
+from paceline.planner.published import MEASURED, REQUIRED, NotScored, PublishedRun
 from paceline.planner.validate import Errors, SourceReport, cross_validate, report, score
 from paceline.report import units
 from paceline.report.console import make_console, print_table
@@ -32,14 +32,18 @@ def show_validation(
         find_profile(framework)
     runs, skipped = read_measured(paths, framework)
     if not runs:
-        reasons = sorted({one.reason for one in skipped})
+        told = sorted({f"{one.id}: {one.reasons}" for one in skipped})
+        more = f"; and {len(told) - 5} more" if len(told) > 5 else ""
         raise ConfigError(
             "no row can be scored",
-            evidence=f"{len(skipped)} rows; {'; '.join(reasons[:5])}.",
-            next_step="Rows need model, layout and a time; for a table of your own say --framework paceline.",
+            evidence=f"{len(skipped)} rows: {' | '.join(told[:5])}{more}.",
+            next_step=f"Each row must fill {', '.join(REQUIRED)}, and one of {', '.join(MEASURED)}. Other columns may "
+            "be left out. For a table of your own say whose runs they are: --framework paceline.",
         )
     profiles: Mapping[str, Profile] = read_calibration(calibration) if calibration else {}
     if left_out:
+        if len(runs) > 300:
+            typer.echo(f"{len(runs):,} rows: a fit for each model that is left out takes a minute or three.", err=True)
         scored, cells = cross_validate(runs)
         whole = {one.run.id for one in scored}
         scored += score([run for run in runs if run.id not in whole], profiles)
@@ -131,7 +135,7 @@ def _regret_table(found: Sequence[SourceReport]) -> Table:
 def _skipped_table(skipped: Sequence[NotScored]) -> Table:
     reasons: dict[tuple[str, str], int] = {}
     for one in skipped:
-        reasons[one.source, one.reason] = reasons.get((one.source, one.reason), 0) + 1
+        reasons[one.source, one.reasons] = reasons.get((one.source, one.reasons), 0) + 1
     rows = [(source, f"{count:,}", reason) for (source, reason), count in sorted(reasons.items(), key=lambda i: -i[1])]
     more = f"{len(rows) - 25} more reasons." if len(rows) > 25 else ""
     return table(

@@ -130,8 +130,19 @@ class NotScored:
     id: str
     source: str
     reason: str
+    """What was found first."""
+    also: str = ""
+    """What else the row lacks or has wrong."""
+
+    @property
+    def reasons(self) -> str:
+        return "; ".join(filter(None, (self.reason, self.also)))
 
 
+REQUIRED = ("layers", "hidden", "heads", "ffn", "seq", "gpu", "n_gpus", "mbs", "gbs")
+"""Columns that a row must fill, ..."""
+MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "mem_GiB")
+"""... with one of these."""
 COLUMNS = (
     "id", "source", "year", "model", "params_B", "active_params_B", "layers", "hidden", "heads", "kv_heads", "ffn",
     "vocab", "experts", "topk", "seq", "gpu", "n_gpus", "gpus_per_node", "interconnect", "precision", "tp", "pp",
@@ -174,7 +185,22 @@ def read_run(row: dict[str, str], framework: str = "") -> PublishedRun | NotScor
     try:
         return _read(row, source)
     except (_MissingError, ConfigError, ValidationError, ValueError) as error:
-        return NotScored(id=row["id"], source=source.key, reason=str(error).split("\n", 1)[0])
+        reason = str(error).split("\n", 1)[0]
+        return NotScored(id=row["id"], source=source.key, reason=reason, also=_also(row, reason))
+
+
+def _also(row: dict[str, str], told: str) -> str:
+    """What is missing beside the first fault, so that a table can be mended at once."""
+    empty = [name for name in REQUIRED if not row[name].strip()]
+    if row["experts"].strip() not in ("", "0") and not row["topk"].strip():
+        empty.append("topk")
+    empty = [name for name in empty if not told.startswith(f"{name} is")]
+    faults = [f"nor {', '.join(empty)}" if "not published" in told else f"no {', '.join(empty)}"] if empty else []
+    if row["gpu"].strip() and find_hardware(_GPUS.get(row["gpu"].strip(), row["gpu"].strip())) is None:
+        faults += [f"{row['gpu']!r} is not in the hardware table"] if "hardware table" not in told else []
+    if not any(row[name].strip() for name in MEASURED):
+        faults += ["nothing measured"] if "neither a time" not in told else []
+    return "; ".join(faults)
 
 
 class _MissingError(Exception):
