@@ -61,6 +61,20 @@ def test_paceline_as_counted_exactly(preset: str, gpus: int, parallel: dict[str,
         assert stage.total == pytest.approx(exact.total, rel=0.08)
 
 
+def test_an_optimizer_that_reads_bf16_needs_no_copy_of_gradients() -> None:
+    tables = {
+        "model": {"preset": "llama3_8b"},
+        "train": {"seq_len": 4096, "global_batch_size": 64},
+        "parallel": {"compile": True, "accumulate_dtype": "bf16", "dp_shard": 2},
+    }
+    kept, read = (
+        predict(resolve(tables | {"optim": {"fused_update": on}}).config, cluster(2)).stages[0].gradients
+        for on in (False, True)
+    )
+    # 2 bytes a parameter, and 4 of this rank's half
+    assert kept == pytest.approx(2 * read)
+
+
 @pytest.mark.parametrize(("pp", "stages_per_rank"), [(4, 1), (4, 2), (8, 3)])
 @pytest.mark.parametrize("micro_batches", [2, 8, 32])
 def test_micro_batches_held_are_those_of_the_schedule(pp: int, stages_per_rank: int, micro_batches: int) -> None:

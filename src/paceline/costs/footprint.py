@@ -213,7 +213,7 @@ def _states(
     in_bf16 = work.accumulate_bf16 or (profile.sums_as_reduced and work.reduce_bf16)
     gradient = 2.0 if in_bf16 else profile.gradient_bytes
     gradients = gradient * (held.shard if work.zero == 2 else held.here)
-    if work.accumulate_bf16 and work.zero < 2 and not offloaded:
+    if work.accumulate_bf16 and not work.reads_any_gradient and work.zero < 2 and not offloaded:
         gradients += 4.0 * held.shard
     masters = 4.0 if width < 4 else 0.0
     weights = width * held.here * (2.0 if work.fp8_weight_cache else 1.0)

@@ -67,6 +67,8 @@ class Workload:
     loss_chunk_tokens: int = 2048
     accumulate_bf16: bool = False
     """Gradients are summed over micro-batches in bf16 instead of fp32."""
+    reads_any_gradient: bool = False
+    """The optimizer takes such sums as they are; otherwise it gets a copy of its shard in fp32."""
     reduce_bf16: bool = False
     """Gradients travel in bf16."""
     fused_weight_gradients: bool = False
@@ -109,6 +111,7 @@ class Workload:
             chunked_loss=train.loss_kernel == "chunked",
             loss_chunk_tokens=train.loss_chunk_tokens,
             accumulate_bf16=parallel.accumulate_dtype == "bf16",
+            reads_any_gradient=config.optim.reads_any_gradient,
             reduce_bf16=parallel.reduce_dtype == "bf16",
             fused_weight_gradients=parallel.adds_weight_gradients,
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
