@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.adamw import StepScalars, adamw_update, adamw_update_reference
+from tests.kernels.interpreter import interpreted_modules
 
 BETAS, EPS, LR, DECAY, DIVISOR = (0.9, 0.95), 1e-8, 1e-2, 0.1, 2.5
 SIZES = (1, 7, 64, 2048, 5000)
@@ -93,16 +92,9 @@ def test_the_twin_equals_torch(size: int, dtype: torch.dtype, rtol: float) -> No
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The kernel's file as Triton's interpreter runs it, on a CPU."""
-    pytest.importorskip("triton")
-    name = "paceline.kernels.adamw_triton"
-    before = sys.modules.pop(name, None)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    yield importlib.import_module(name)
-    sys.modules.pop(name)
-    if before is not None:
-        sys.modules[name] = before
+def interpreted() -> Iterator[ModuleType]:
+    with interpreted_modules("adamw_triton") as (module,):
+        yield module
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -5,8 +5,6 @@ Bands of agreement are those of sums: both sides multiply the same fp8 numbers, 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import get_args
@@ -30,6 +28,7 @@ from paceline.kernels.fp8_cast import (
     product,
     transposed,
 )
+from tests.kernels.interpreter import interpreted_modules
 
 ROUNDING = 2.0**-8
 """Half a step of bf16: sums in another order may round a result the other way."""
@@ -280,17 +279,9 @@ def test_matrices_that_are_joined_share_what_one_matrix_has(scaling: Scaling) ->
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The kernel's file as Triton's interpreter runs it, on a CPU."""
-    pytest.importorskip("triton")
-    name, package = "paceline.kernels.fp8_triton", importlib.import_module("paceline.kernels")
-    before = sys.modules.pop(name, None)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    yield importlib.import_module(name)
-    # whoever imports it next gets the real one
-    del sys.modules[name], package.fp8_triton
-    if before is not None:
-        sys.modules[name] = package.fp8_triton = before
+def interpreted() -> Iterator[ModuleType]:
+    with interpreted_modules("fp8_triton") as (module,):
+        yield module
 
 
 SHAPES = ((1, 1), (5, 7), (64, 64), (100, 80), (130, 16), (16, 200))

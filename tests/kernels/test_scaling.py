@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from paceline.kernels.scaling import scale_in_place, scale_in_place_reference
+from tests.kernels.interpreter import interpreted_modules
 
 SIZES = ((0,), (1,), (3, 7), (4096,), (5, 1021))
 FACTOR = 1.0030
@@ -32,16 +31,9 @@ def test_the_factor_is_not_rounded(size: tuple[int, ...], dtype: torch.dtype) ->
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The kernel's file as Triton's interpreter runs it, on a CPU."""
-    pytest.importorskip("triton")
-    name = "paceline.kernels.scaling_triton"
-    before = sys.modules.pop(name, None)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    yield importlib.import_module(name)
-    sys.modules.pop(name)
-    if before is not None:
-        sys.modules[name] = before
+def interpreted() -> Iterator[ModuleType]:
+    with interpreted_modules("scaling_triton") as (module,):
+        yield module
 
 
 @pytest.mark.parametrize("size", SIZES)

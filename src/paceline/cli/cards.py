@@ -11,12 +11,10 @@ from paceline.config.refusals import mends, refusals
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import Hardware, common_hardware, find_hardware, hardware_names
 from paceline.costs.memory import MemoryEstimate, estimate
+from paceline.costs.step import SAFE_SHARE
 from paceline.errors import ConfigError
 from paceline.report import units
 from paceline.report.finding import Finding
-
-SAFE_SHARE = 0.8
-"""Estimates up to this share of the memory have not been seen to run out of it (see `costs/memory.py`)."""
 
 _WORTHWHILE = 0.97
 """Changes that leave more of the estimate are not worth a try."""

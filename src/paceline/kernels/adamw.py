@@ -9,12 +9,12 @@ Source: Decoupled weight decay, arXiv:1711.05101; in the order of operations of 
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from paceline.kernels.triton_found import has_triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,4 @@ def why_not_triton(weight: Tensor) -> str:
         return "the kernel is for GPUs"
     if weight.dtype != torch.float32:
         return f"the kernel is for fp32 weights (these are {weight.dtype})"
-    return "" if _has_triton() else "Triton is not installed"
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return "" if has_triton() else "Triton is not installed"

@@ -19,9 +19,7 @@ expert (2 if gated: gate, up).
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -33,6 +31,7 @@ from paceline.kernels.expert_gemm import Rows
 from paceline.kernels.expert_order import ExpertOrder, expert_order_reference
 from paceline.kernels.expert_rows import ActivationFunction
 from paceline.kernels.fp8_cast import E4M3
+from paceline.kernels.triton_found import has_triton
 
 Provider = Literal["torch", "triton"]
 
@@ -454,9 +453,3 @@ def _products(provider: Provider, x: Tensor) -> Any:
     from paceline.kernels import expert_gemm_triton
 
     return expert_gemm_triton
-
-
-@cache
-def has_triton() -> bool:
-    """Whether it is installed."""
-    return importlib.util.find_spec("triton") is not None

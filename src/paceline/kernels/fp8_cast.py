@@ -14,14 +14,14 @@ Dims: R rows, C columns.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
+
+from paceline.kernels.triton_found import has_triton
 
 Scaling = Literal["tensorwise", "rowwise"]
 CastKernel = Literal["torch", "triton"]
@@ -155,7 +155,7 @@ def cast_weights_both(
     Nothing is there to fuse with: on a GPU the one kernel takes a third of the traffic whatever ``kernel`` says, and
     operations of torch turn fp8 numbers element by element (28 of the 1,136 ms of a step: docs/benchmarks.md).
     """
-    if scaling == "tensorwise" and parts[0].is_cuda and (kernel == "triton" or _has_triton()):
+    if scaling == "tensorwise" and parts[0].is_cuda and (kernel == "triton" or has_triton()):
         factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), E4M3)
         values, values_turned = _cast_joined(parts, factor, E4M3)
         return Fp8(values, factor.reciprocal()), Fp8(values_turned, factor.reciprocal())
@@ -230,8 +230,3 @@ def padded_and_turned(values_RC: Tensor) -> Tensor:
         # as bytes: fp8 has no padding kernel, and its zero is a zero byte
         values_RC = F.pad(values_RC.view(torch.uint8), (0, 0, 0, missing)).view(values_RC.dtype)
     return values_RC.t().contiguous()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -17,15 +17,13 @@ Dims: M tokens, P the same filled up to a multiple of 16, F width of the MLP. Ga
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 from torch import Tensor, library
 
 from paceline.kernels.expert_rows import ActivationFunction, value_and_slope
 from paceline.kernels.fp8_cast import MULTIPLE, padded_and_turned
 from paceline.kernels.precision import at_least_fp32
+from paceline.kernels.triton_found import has_triton
 
 
 def gated_reference(joined_MX: Tensor, function: str) -> Tensor:
@@ -130,9 +128,4 @@ def _(joined_MX: Tensor, grad_MF: Tensor, factor: Tensor, dtype: torch.dtype, fu
 
 def by_triton(tensor: Tensor) -> bool:
     """Whether the kernels take it."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return tensor.is_cuda and tensor.dtype != torch.float64 and has_triton()

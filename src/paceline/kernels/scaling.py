@@ -6,13 +6,11 @@ before it multiplies (bf16: up to 0.4 % off, the same for every element), and re
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from paceline.kernels.precision import at_least_fp32
+from paceline.kernels.triton_found import has_triton
 
 _SLICE = 2**24
 """Elements that are in fp32 at a time, where operations of torch do it."""
@@ -45,9 +43,4 @@ def why_not_triton(tensor: Tensor) -> str:
     """The reason why the kernel cannot take it; empty if it can."""
     if not tensor.is_cuda:
         return "the kernel is for GPUs"
-    return "" if _has_triton() else "Triton is not installed"
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return "" if has_triton() else "Triton is not installed"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.expert_fp8 import why_not_fp8
-from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, cast_matrices, has_triton
+from paceline.kernels.experts import GROUPED, TRITON, ExpertKernels, cast_matrices
+from paceline.kernels.triton_found import has_triton
 from paceline.models.moe import Experts
 from paceline.models.router import Router
 from paceline.models.transformer import Transformer
