@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.library import opcheck
+from torch import Tensor, library
 
 from paceline.kernels import expert_rows
 from paceline.kernels import experts as experts_module
@@ -207,15 +206,15 @@ def test_operators_are_what_they_say() -> None:
     ops, tests = torch.ops.paceline, ("test_schema", "test_faketensor")
     spelled = GROUPED.spelled()
     arguments: tuple[Any, ...] = (x, chosen, weights, kept, up, down, [], "silu", spelled)
-    opcheck(ops.experts_forward.default, arguments, test_utils=tests)
+    library.opcheck(ops.experts_forward.default, arguments, test_utils=tests)
     _, hidden, *order = ops.experts_forward.default(*arguments)
     arguments = (grad, weights, hidden, *order, up, down, [], "silu", spelled)
-    opcheck(ops.experts_backward.default, arguments, test_utils=tests)
+    library.opcheck(ops.experts_backward.default, arguments, test_utils=tests)
     _, _, grad_hidden, _, _ = ops.experts_backward.default(*arguments)
     arguments = (grad_hidden, x, *order, 3, False, True, spelled)
-    opcheck(ops.experts_weight_gradient.default, arguments, test_utils=tests)
+    library.opcheck(ops.experts_weight_gradient.default, arguments, test_utils=tests)
     arguments = (torch.zeros_like(up), torch.tensor(True), *arguments)
-    opcheck(ops.experts_add_weight_gradient.default, arguments, test_utils=tests)
+    library.opcheck(ops.experts_add_weight_gradient.default, arguments, test_utils=tests)
 
 
 def test_a_compiled_layer_is_one_graph() -> None:

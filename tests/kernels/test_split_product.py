@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-from torch.library import opcheck
+from torch import Tensor, library
 
 from paceline.kernels.split_product import split_product, why_not_split
 
@@ -46,8 +45,8 @@ def test_on_a_gpu(weight_dtype: torch.dtype) -> None:
 def test_operators_are_what_they_say() -> None:
     ops, tests = torch.ops.paceline, ("test_schema", "test_faketensor")
     x, weight, grad = torch.randn(5, 16).bfloat16(), torch.randn(8, 16), torch.randn(5, 8)
-    opcheck(ops.split_product.default, (x, weight), test_utils=tests)
-    opcheck(ops.split_product_backward.default, (grad, x, weight), test_utils=tests)
+    library.opcheck(ops.split_product.default, (x, weight), test_utils=tests)
+    library.opcheck(ops.split_product_backward.default, (grad, x, weight), test_utils=tests)
 
 
 def test_reasons() -> None:
