@@ -185,7 +185,7 @@ class _Axis:
 def _open(width: float, height: float, title: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
-        f'style="max-width:{width:.0f}px;width:100%"><title>{escape(title)}</title>'
+        f'aria-label="{escape(title)}" style="max-width:{width:.0f}px;width:100%"><title>{escape(title)}</title>'
     )
 
 

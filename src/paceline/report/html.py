@@ -18,13 +18,13 @@ _PAGE_STYLE = (
 )
 
 
-def page(title: str, sections: Sequence[str]) -> str:
-    """A whole document of finished sections."""
+def page(title: str, sections: Sequence[str], *, style: str = "") -> str:
+    """A whole document of finished sections; `style` is CSS of their own."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}{_PAGE_STYLE}</style></head>"
-        f"<body><h1>{escape(title)}</h1>{''.join(sections)}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}{_PAGE_STYLE}{style}</style></head>"
+        f"<body><main><h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
     )
 
 
@@ -34,15 +34,20 @@ def section(title: str, *bodies: str) -> str:
 
 def table_html(shown: Table) -> str:
     def cells(tag: str, texts: Sequence[str]) -> str:
+        scope = ' scope="col"' if tag == "th" else ""
         return "".join(
-            f'<{tag} class="{column.align}">{escape(text)}</{tag}>'
+            f'<{tag}{scope} class="{column.align}">{escape(text)}</{tag}>'
             for text, column in zip(texts, shown.columns, strict=True)
         )
 
     head = f"<tr>{cells('th', [column.name for column in shown.columns])}</tr>"
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in shown.rows)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in shown.notes)
-    return f'<div class="scroll"><table>{head}{body}</table></div>{notes}'
+    # a part that scrolls must be reachable by keyboard, and then wants a name
+    name = escape(shown.title or f"Table of {', '.join(column.name for column in shown.columns if column.name)}")
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table>{head}{body}</table></div>{notes}'
+    )
 
 
 def sentences(texts: Sequence[str]) -> str:
