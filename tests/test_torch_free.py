@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
-ROOMS = ("errors.py", "report", "config", "costs", "planner", "explain", "launch", "observe/telemetry")
+ROOMS = (
+    *("errors.py", "report", "config", "costs", "planner", "explain", "launch", "observe/telemetry"),
+    *("doctor/environment", "doctor/variables", "doctor/topology", "doctor/nccl"),
+)
 FILES = (
     "observe/events.py",
     "observe/folder_lock.py",
