@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from paceline.config.model import ModelConfig, MoESpec
-from paceline.costs.demand import MOMENT_BYTES, block_groups, edge_parameters, layer_parameters
+from paceline.costs.averages import block_groups, edge_parameters, layer_parameters
 from paceline.costs.profiles import Profile
+from paceline.costs.traffic import MOMENT_BYTES
 from paceline.costs.workload import Cluster, Workload
 
 LINEAR = (

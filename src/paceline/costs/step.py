@@ -13,8 +13,9 @@ from functools import lru_cache
 
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.costs.averages import layer_parameters
 from paceline.costs.cuts import layers_by_rank, sum_by_rank
-from paceline.costs.demand import demand_of, layer_parameters
+from paceline.costs.demand import demand_of
 from paceline.costs.footprint import StageMemory, memory_by_stage
 from paceline.costs.layers import training_flops_per_token
 from paceline.costs.profiles import PACELINE, Profile

@@ -1,0 +1,162 @@
+"""What does a layer compute and move? Seconds of its products at best, and elements that memory-bound operators pass.
+
+Sources: matrix products `costs/roofline.py`; attention arXiv:2307.08691; memory-bound passes counted from the operators
+below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, MoESpec
+from paceline.costs.layers import score_flops
+from paceline.costs.roofline import linear_seconds
+from paceline.costs.workload import Cluster, Workload
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """Sums over the operators of one layer."""
+
+    gemm_forward: float = 0.0
+    gemm_backward: float = 0.0
+    expert_gemm_forward: float = 0.0
+    expert_gemm_backward: float = 0.0
+    expert_elements_forward: float = 0.0
+    expert_elements_backward: float = 0.0
+    mlp_gemm_forward: float = 0.0
+    attention_forward: float = 0.0
+    elements_forward: float = 0.0
+    """16-bit elements read and written by memory-bound operators."""
+    elements_backward: float = 0.0
+    activation_elements: float = 0.0
+    score_elements: float = 0.0
+    cast_elements: float = 0.0
+    launches: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    linear: float
+    """TFLOP/s at best of linears in their precision."""
+    bf16: float
+    hbm: float
+    multiprocessors: int
+
+
+def rates_of(work: Workload, cluster: Cluster) -> Rates:
+    gpu = cluster.gpu
+    bf16 = (gpu.peak_tflops("bf16") or gpu.peak_tflops("fp16") or gpu.fp32 or 10.0) * gpu.matmul_share
+    linear = bf16
+    if work.precision in ("fp8", "mxfp8") and gpu.fp8:
+        linear = gpu.fp8 * gpu.fp8_matmul_share
+    elif work.precision == "nvfp4" and gpu.fp4:
+        linear = 0.85 * gpu.fp4 * gpu.fp8_matmul_share
+    elif work.precision == "fp32":
+        linear = bf16 = (gpu.tf32 or gpu.fp32 or bf16 / 8) * gpu.matmul_share
+    return Rates(linear=linear, bf16=bf16, hbm=gpu.memory_tb_per_s, multiprocessors=gpu.multiprocessors)
+
+
+def layer_of(work: Workload, block: BlockSpec, tokens: float, rates: Rates) -> Layer:
+    """``tokens`` of a micro-batch on this rank, whole over tp."""
+    layer = Layer()
+    spec, hidden, tp = block.attention, work.model.hidden_size, work.tp
+    along = tp if work.sequence_parallel else 1
+    _attention_linears(layer, spec, tokens, tp, rates)
+    _scores(layer, work, spec, tokens, rates)
+    # two norms read and write, two residual additions read two and write one
+    norms = 4 if work.model.post_norm else 2
+    residual = tokens * hidden * (2 * norms + 6) / along
+    rotary = 2 * tokens * (spec.num_heads + spec.num_kv_heads) * spec.qk_head_dim / tp
+    rotary *= 2 if spec.qk_norm else 1
+    layer.elements_forward += residual + (rotary if work.model.position == "rope" else 0.0)
+    layer.elements_backward += 1.6 * residual + (rotary if work.model.position == "rope" else 0.0)
+    if isinstance(block.feed_forward, MoESpec):
+        _experts(layer, work, block.feed_forward, tokens, rates)
+    else:
+        _mlp(layer, block.feed_forward, tokens, tp, rates)
+    return layer
+
+
+def _linear(layer: Layer, tokens: float, inputs: float, outputs: float, rates: Rates, *, mlp: bool = False) -> None:
+    forward, backward = linear_seconds(tokens, inputs, outputs, rates.linear, rates.hbm, rates.multiprocessors)
+    layer.gemm_forward += forward
+    layer.gemm_backward += backward
+    layer.mlp_gemm_forward += forward if mlp else 0.0
+    layer.cast_elements += tokens * (inputs + outputs)
+
+
+def _attention_linears(layer: Layer, spec: AttentionSpec, tokens: float, tp: int, rates: Rates) -> None:
+    hidden, heads = spec.hidden_size, spec.num_heads / tp
+    if spec.kind == "mla":
+        if spec.q_lora_rank:
+            _linear(layer, tokens, hidden, spec.q_lora_rank, rates)
+        _linear(layer, tokens, spec.q_lora_rank or hidden, heads * spec.qk_head_dim, rates)
+        _linear(layer, tokens, hidden, spec.kv_lora_rank + spec.qk_rope_head_dim, rates)
+        _linear(layer, tokens, spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), rates)
+    else:
+        kv_heads = max(1.0, spec.num_kv_heads / tp)
+        _linear(layer, tokens, hidden, (heads + 2 * kv_heads) * spec.qk_head_dim, rates)
+    _linear(layer, tokens, heads * spec.v_head_dim, hidden, rates)
+
+
+def _scores(layer: Layer, work: Workload, spec: AttentionSpec, tokens: float, rates: Rates) -> None:
+    whole = not work.fused_attention
+    flops = score_flops(spec, work.seq_len, "full" if whole else "causal") * tokens / work.tp
+    # short sequences and narrow heads fill a fused kernel badly: 374, 460, 522 and 547 TFLOP/s at 2k, 4k, 8k and 32k
+    length = 1.0 if whole else 1.0 + 900.0 / work.seq_len
+    width = 1.0 if whole or spec.v_head_dim >= 96 else 1.15
+    layer.attention_forward += flops * length * width / (rates.bf16 * 1e12)
+    if whole:
+        layer.score_elements += tokens * work.seq_len * spec.num_heads / work.tp
+
+
+def _mlp(layer: Layer, spec: FeedForwardSpec, tokens: float, tp: float, rates: Rates) -> None:
+    inputs, width = (2 if spec.gated else 1), spec.ffn_size / tp
+    _linear(layer, tokens, spec.hidden_size, inputs * width, rates, mlp=True)
+    _linear(layer, tokens, width, spec.hidden_size, rates, mlp=True)
+    elements = tokens * width * (inputs + 1)
+    layer.elements_forward += elements
+    layer.activation_elements += elements
+    layer.elements_backward += tokens * width * (2 * inputs + 1)
+
+
+def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: Rates) -> None:
+    """Rows of this rank, evenly over its experts; permutations there and back."""
+    here = max(1.0, spec.num_experts / work.ep)
+    rows = tokens / work.tp * work.etp * spec.top_k
+    expert = spec.expert
+    one = Layer()
+    _mlp(one, expert, rows / here, work.etp, rates)
+    layer.expert_gemm_forward += here * one.gemm_forward
+    layer.expert_gemm_backward += here * one.gemm_backward
+    layer.cast_elements += here * one.cast_elements
+    layer.activation_elements += here * one.activation_elements
+    moved = 8 * rows * spec.hidden_size  # permute, send, receive, and back with the weighted sum
+    layer.expert_elements_forward += here * one.elements_forward + moved
+    layer.expert_elements_backward += here * one.elements_backward + moved
+    layer.launches += 1.5
+    _linear(layer, tokens / work.tp, spec.hidden_size, spec.num_experts, rates)
+    if spec.shared is not None:
+        _mlp(layer, spec.shared, tokens, work.tp, rates)
+
+
+def recomputed(work: Workload, layer: Layer) -> tuple[float, float, float, float]:
+    """Seconds of products and of attention, elements, and share of the forward's communication."""
+    if work.recompute == "full":
+        elements = layer.elements_forward + layer.expert_elements_forward + 6.5 * layer.score_elements
+        return layer.gemm_forward + layer.expert_gemm_forward, layer.attention_forward, elements, 1.0
+    if work.recompute == "none":
+        return 0.0, 0.0, 0.0, 0.0
+    modules = set(work.recompute_modules)
+    if not modules:
+        if not work.fused_attention:  # Megatron's selective: attention's core
+            return 0.0, layer.attention_forward, 6.5 * layer.score_elements, 0.0
+        return 0.0, 0.0, layer.elements_forward, 0.0
+    if "second_linear" in modules:  # torchtitan: every second product, and all that is cheap
+        return 0.5 * layer.gemm_forward, 0.0, layer.elements_forward, 0.5
+    gemm = layer.mlp_gemm_forward + layer.expert_gemm_forward if modules & {"mlp", "moe"} else 0.0
+    elements = layer.activation_elements if modules & {"mlp", "moe", "moe_act"} else 0.0
+    elements += layer.elements_forward - layer.activation_elements if "layernorm" in modules else 0.0
+    attention = layer.attention_forward if "core_attn" in modules else 0.0
+    return gemm, attention, elements, 0.5 if modules & {"mlp", "moe"} else 0.0
