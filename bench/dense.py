@@ -3,6 +3,7 @@
     python bench/dense.py dense                       # the table; what is done is skipped
     python bench/dense.py ladder tune --minutes 8.5   # starts nothing that would not end in time
     python bench/dense.py dense --only 8b_fp8 --again # one entry anew
+    python bench/dense.py dense ladder --one-gpu      # larger models with fewer layers; results of their own
     python bench/dense.py dense --tiny --results DIR  # on CPUs, tiny: whether it runs at all
     python bench/dense.py list                        # every entry with its estimate
     python bench/dense.py report                      # the pages alone, from what is there
@@ -17,12 +18,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dense_one_gpu
 from dense_jobs import CHECKPOINT_STEP, EVALUATION_STEP, PARTS, Job, jobs_of, tiny
-from dense_report import FIGURES, loss_text, tflops
-from dense_results import DenseResults
+from dense_report import FIGURES
+from dense_results import DenseResults, OneGpuResults
+from dense_table import loss_text, tflops
 from found import an_object, bench_record, every_step, metrics, rounded, wanted_steps
 from runner import Bench, Found, main
 
@@ -30,7 +34,8 @@ from runner import Bench, Found, main
 def command_of(job: Job, folder: Path) -> list[str]:
     if job.kind == "ceilings":
         on_cpu = ["--tiny"] * ("cluster.device=cpu" in job.sets)
-        return ["bench/dense_ceilings.py", f"--out={folder}/ceilings.json", *on_cpu]
+        cut = ["--one-gpu"] * bool(job.cut)
+        return ["bench/dense_ceilings.py", f"--out={folder}/ceilings.json", *cut, *on_cpu]
     sets = [f"--set={item}" for item in job.sets]
     if job.kind == "profile":
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}"]
@@ -123,10 +128,16 @@ def said(job: Job, entry: dict[str, Any]) -> str:
         return ", ".join(f"{name} {tflops(found.get('ceiling_tflops', 0))} TFLOP/s" for name, found in models.items())
     if "profile" in entry:
         return f"{entry['profile']['wall_ms']:.0f} ms, idle {entry['profile']['idle_ms']:.0f}"
-    return f"{entry['curve']['steps']} steps, {entry['curve']['tokens_per_second_per_gpu']:,.0f} tokens/s"
+    curve = entry["curve"]
+    beside = f", {entry['at_once']} at once" if "at_once" in entry else ""
+    return f"{curve['steps']} steps, {curve['tokens_per_second_per_gpu']:,.0f} tokens/s{beside}"
 
 
-BENCH = Bench(
+def about(job: Job) -> dict[str, Any]:
+    return {"work": job.work, **({"cut": job.cut} if job.cut else {})}
+
+
+TWO_GPUS = Bench(
     name="dense",
     parts=PARTS,
     jobs_of=jobs_of,
@@ -134,8 +145,11 @@ BENCH = Bench(
     results=DenseResults,
     command_of=command_of,
     found_in=found_in,
-    about=lambda job: {"work": job.work},
+    about=about,
     said=said,
+)
+BENCH = replace(
+    TWO_GPUS, one_gpu=replace(TWO_GPUS, name="dense_one_gpu", jobs_of=dense_one_gpu.jobs_of, results=OneGpuResults)
 )
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@
 #   bench/dense.sh tune                     other ways to the same work; a faster one takes its row of the table
 #   bench/dense.sh curves                   500 steps of real text: fast paths on and off, fp8, three seeds
 #   bench/dense.sh overheads profile        what is not the step itself; where a step goes
+#   bench/dense.sh dense ladder --one-gpu   on one GPU, larger models with fewer layers: docs/measured/dense_one_gpu.*
+#   bench/dense.sh curves --at-once 3       on one GPU, three runs at a time
 #   bench/dense.sh ladder --minutes 8.5     whatever bench/dense.py takes
 #   bench/dense.sh dense ladder --tiny --results /tmp/dense --work /tmp/dense
 set -euo pipefail

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dense_one_gpu import LAYERS
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -61,12 +62,14 @@ TINY = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    parser.add_argument("--one-gpu", action="store_true", help="as many layers as `bench/dense.py --one-gpu` has")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU: whether it runs at all")
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
     found: dict[str, Any] = {}
     for name, (recipe, sets) in MODELS.items():
-        found[name] = ceiling(load_recipe(recipe, [*sets, *(TINY if options.tiny else ())]).config, device)
+        cut = [f"model.num_layers={LAYERS[name]}"] if options.one_gpu and name in LAYERS else []
+        found[name] = ceiling(load_recipe(recipe, [*sets, *cut, *(TINY if options.tiny else ())]).config, device)
     result = {"devices": device_name(device), "versions": versions(), "models": found}
     show(result)
     if options.out:
@@ -80,6 +83,7 @@ def ceiling(config: RunConfig, device: torch.device) -> dict[str, Any]:
     products = linears(config, device)
     best = min((each["forward_backward_ms"] for each in kernels.values()), default=None)
     result: dict[str, Any] = {
+        "layers": config.model.num_layers,
         "micro_batch_tokens": tokens,
         "attention": kernels,
         "linears": products,

@@ -88,6 +88,7 @@ _DATASET = ("data.train=data/demo-train", "data.valid=", "checkpoint.save_last=f
 _TRAIN = (f"run.plugins=['{STEPS_PLUGIN}']", "observe.progress=lines", "observe.sample_prompts=[]")
 _8B, _1B = "recipes/llama3_8b.toml", "recipes/llama3_1b.toml"
 _FP8, _FLASH4 = "train.precision=fp8", "train.attention_kernel=flash4"
+_TRITON, _FP8_HEAD = "train.fp8_cast_kernel=triton", "train.fp8_head=true"
 
 
 def _train_job(part: str, name: str, recipe: str, processes: int, title: str, estimate: float, *more: str) -> Job:
@@ -138,6 +139,7 @@ def tune_jobs() -> list[Job]:
         )  # fmt: skip
 
     tensor, top = "recipes/ladder/side_tensor.toml", "recipes/ladder/6_micro_batch.toml"
+    best = f"recipes/ladder/{RUNGS[-1]}.toml"
     any_engine = tuple(item for item in FUSED_ON if item.startswith("optim."))
     return [
         job("13b_fused", "13b_bf16", top, "fused optimizer", *any_engine),
@@ -146,7 +148,24 @@ def tune_jobs() -> list[Job]:
         job("1b_flash4", "1b_bf16", _1B, "FlashAttention-4", _FLASH4),
         job("8b_fp8_flash4", "8b_fp8", _8B, "FlashAttention-4", _FP8, _FLASH4),
         job("13b_tensor_fused", "13b_bf16", tensor, "tensor parallel, fused kernels", *FUSED_ON),
-        job("8b_fp8_triton", "8b_fp8", _8B, "casts by one Triton kernel", _FP8, "train.fp8_cast_kernel=triton"),
+        job("8b_fp8_triton", "8b_fp8", _8B, "casts and gated MLP by Triton kernels", _FP8, _TRITON),
+        job(
+            "8b_fp8_fused_triton", "8b_fp8", _8B, "casts and gated MLP by Triton kernels, nothing recomputed",
+            _FP8, _TRITON, "parallel.recompute=none",
+        ),
+        job(
+            "8b_fp8_triton_head", "8b_fp8", _8B, "Triton kernels, nothing recomputed, the head in fp8 too",
+            _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD,
+        ),
+        job(
+            "8b_fp8_triton_head_flash4", "8b_fp8", _8B,
+            "Triton kernels, nothing recomputed, the head in fp8 too, FlashAttention-4",
+            _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _FLASH4,
+        ),
+        job("13b_flash4", "13b_bf16", top, "FlashAttention-4", _FLASH4),
+        job(
+            "13b_fp8_triton_head", "13b_fp8", best, "casts by Triton kernels, the head in fp8 too", _TRITON, _FP8_HEAD
+        ),
         job(
             "13b_tensor_none", "13b_bf16", tensor, "tensor parallel, micro-batches of 2, nothing recomputed",
             "train.micro_batch_size=2", "parallel.recompute=none",
@@ -157,7 +176,7 @@ def tune_jobs() -> list[Job]:
             "parallel.accumulate_dtype=bf16", "parallel.reduce_dtype=bf16",
         ),
         job("8b_fp8_rowwise", "8b_fp8", _8B, "a scale for each row", _FP8, "train.fp8_scaling=rowwise"),
-        job("8b_fp8_head", "8b_fp8", _8B, "the head in fp8 too", _FP8, "train.fp8_head=true"),
+        job("8b_fp8_head", "8b_fp8", _8B, "the head in fp8 too", _FP8, _FP8_HEAD),
         job("8b_fp8_uncached", "8b_fp8", _8B, "weights cast at each use", _FP8, "train.fp8_weight_cache=false"),
     ]  # fmt: skip
 
@@ -203,7 +222,7 @@ def curve_jobs() -> list[Job]:
         job("fast", "bf16, all fast paths on", 120.0, *FUSED_ON),
         job("fp8", "fp8", 110.0, _FP8, *FUSED_ON),
         *(job(f"seed{seed}", f"bf16, seed {seed}", 120.0, *FUSED_ON, f"run.seed={seed}") for seed in SEEDS),
-        job("fp8_head", "fp8, the head too", 110.0, _FP8, "train.fp8_head=true", *FUSED_ON),
+        job("fp8_head", "fp8, the head too", 110.0, _FP8, _FP8_HEAD, *FUSED_ON),
     ]
 
 
@@ -282,7 +301,7 @@ def tiny(job: Job) -> Job:
     sets = (*job.sets, *_TINY, vocabulary)
     if job.kind == "curve":
         sets = (*sets, "train.steps=6", "optim.warmup_steps=2")
-    if "train.fp8_cast_kernel=triton" in sets:
+    if _TRITON in sets:
         sets = (*sets, "train.fp8_cast_kernel=torch")  # a CPU has no Triton
     steps = 1 if job.kind == "bench" else job.steps
     return replace(job, sets=sets, warm_up=1, steps=steps, gemm_seconds=0.05, estimate=30.0)

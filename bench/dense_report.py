@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from dense_table import Entries, cut_of, table, tflops
 from results import head, notes_and_failures
 
-Entries: TypeAlias = dict[str, dict[str, Any]]
 Curve: TypeAlias = Sequence[float | None]
 """The loss of each step; None of one that was skipped."""
 Curves: TypeAlias = Mapping[str, Curve]
@@ -31,66 +30,18 @@ FIGURES = (
 )
 """Of the record of `paceline bench`, what the pages show."""
 REFERENCE, OTHER_SEEDS = "fast", ("seed1", "seed2")
-PEER_MACHINE = "measured on another machine of the kind"
-NAIVE_PEER = 2600.0
-"""Tokens/s/GPU of the usual first attempt at the 13B (Transformers, FSDP2, eager), measured on such a machine too."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """A row of the table: what Megatron-LM with Transformer Engine reaches, and what was aimed at."""
+def page(
+    data: dict[str, Any], curves: Curves, picture: str = "", *, title: str = "Dense training, measured", about: str = ""
+) -> list[str]:
+    """The page; ``picture``: path of the curves' drawing from where the page lies, "" without one.
 
-    title: str
-    peer_name: str = "Megatron-LM + Transformer Engine"
-    peer: tuple[float, float, float]
-    """tokens/s/GPU, TFLOP/s/GPU, peak GiB"""
-    peer_fraction: float | None = None
-    """of the sustained GEMM rate of its own machine, in the run's precision"""
-    target: str
-
-
-WORKS = {
-    "8b_bf16": Work(
-        title="llama3_8b bf16, seq 8192, micro-batch 1, 4 accumulation steps, 2 GPUs",
-        peer=(10_830, 557, 120),
-        peer_fraction=0.84,
-        target=">= 580 TFLOP/s, 0.875",
-    ),
-    "8b_fp8": Work(
-        title="llama3_8b fp8, the same",
-        peer=(13_217, 680, 115),
-        peer_fraction=0.535,
-        target=">= 850 TFLOP/s, 0.67",
-    ),
-    "13b_bf16": Work(
-        title="gpt_13b bf16, seq 2048, 2 GPUs",
-        peer=(6_580, 523, 125),
-        target=">= 570 TFLOP/s",
-    ),
-    "13b_fp8": Work(
-        title="gpt_13b fp8, the same",
-        peer=(6_580, 523, 125),
-        peer_name="Megatron-LM + Transformer Engine, bf16",
-        target=">= 3.3 x naive",
-    ),
-    "13b_naive": Work(
-        title="gpt_13b, the naive recipe (recipes/ladder/naive.toml)",
-        peer=(NAIVE_PEER, 207, 102),
-        peer_name="Transformers + FSDP2, eager attention",
-        target=">= 2,500 tokens/s",
-    ),
-    "1b_bf16": Work(
-        title="llama3_1b bf16, seq 8192, one GPU",
-        peer=(52_220, 471, 64),
-        target=">= 505 TFLOP/s",
-    ),
-}
-
-
-def page(data: dict[str, Any], curves: Curves, picture: str = "") -> list[str]:
-    """The page; ``picture``: path of the curves' drawing from where the page lies, "" without one."""
+    ``about``: what a reader must know before any figure.
+    """
     entries: Entries = data["entries"]
-    lines = head("Dense training, measured", data)
+    lines = head(title, data)
+    lines += [about, ""] if about else []
     lines += table(entries)
     for section in (tuned, agreement, start_up, overheads):
         lines += section(entries)
@@ -98,71 +49,6 @@ def page(data: dict[str, Any], curves: Curves, picture: str = "") -> list[str]:
     lines += profiles(entries)
     lines += ceilings(entries)
     return lines + notes_and_failures(entries)
-
-
-def fastest(entries: Entries, work: str) -> tuple[str, dict[str, Any]] | None:
-    """Key and bench record of the fastest entry that does this work."""
-    found = [(key, entry["bench"]) for key, entry in entries.items() if entry.get("work") == work and "bench" in entry]
-    return max(found, key=lambda item: item[1]["tokens_per_second_per_gpu"], default=None)
-
-
-# ---- the table
-
-
-def table(entries: Entries) -> list[str]:
-    rows = [(work, best) for work in WORKS if (best := fastest(entries, work))]
-    if not rows:
-        return ["Nothing measured yet."]
-    lines = [
-        "Medians of the steps after the warm-up. TFLOP/s are model FLOPs: causal attention, recomputation not counted; "
-        "the sustained GEMM is of the same run and of the run's precision. fp32 masters and moments, clipping at 1.0. "
-        f"Peers: {PEER_MACHINE}, so the share of the sustained GEMM decides, not the absolute figure.",
-        "",
-        "| work | system | tokens/s/GPU | TFLOP/s/GPU | of sustained GEMM | peak GiB | tokens/J | step s (spread) "
-        "| gradients reduced in | loss | target |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: | --- |",
-    ]
-    for name, (key, bench) in rows:
-        work = WORKS[name]
-        energy = bench.get("tokens_per_joule")
-        lines.append(
-            f"| {work.title} | Paceline (`{key}`) | {bench['tokens_per_second_per_gpu']:,.0f} "
-            f"| {tflops(bench['tflops_per_gpu'])} "
-            f"| {bench['fraction_of_gemm']:.3f} of {tflops(bench['sustained_gemm_tflops'])} "
-            f"| {bench['peak_memory_gib']:.1f} | {'' if energy is None else f'{energy:.2f}'} "
-            f"| {bench['step_seconds']:.3f} ({bench['step_seconds_min']:.3f} to {bench['step_seconds_max']:.3f}; "
-            f"{bench['steps']} steps) | {bench['gradient_reduction']} | {loss_text(bench['loss'])} | {work.target} |"
-        )
-        tokens, rate, gib = work.peer
-        fraction = "" if work.peer_fraction is None else f"{work.peer_fraction}"
-        lines.append(f"| | {work.peer_name} | {tokens:,.0f} | {rate:.0f} | {fraction} | {gib:.0f} | | | | | |")
-    return [*lines, *against_naive(entries)]
-
-
-def against_naive(entries: Entries) -> list[str]:
-    naive, candidates = fastest(entries, "13b_naive"), [fastest(entries, work) for work in ("13b_bf16", "13b_fp8")]
-    best = max(
-        (each for each in candidates if each), key=lambda each: each[1]["tokens_per_second_per_gpu"], default=None
-    )
-    if naive is None or best is None:
-        return []
-    slow, fast = (each[1]["tokens_per_second_per_gpu"] for each in (naive, best))
-    base = max(slow, NAIVE_PEER)
-    return [
-        "",
-        f"gpt_13b, best precision against naive: {fast:,.0f} / {base:,.0f} tokens/s/GPU = **{fast / base:.2f}x** "
-        f"(`{best[0]}`; the naive recipe reaches {slow:,.0f}, the usual first attempt {NAIVE_PEER:,.0f}). The rungs "
-        "between them: [ladder.md](../ladder.md).",
-    ]
-
-
-def loss_text(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4f}"
-
-
-def tflops(value: float) -> str:
-    """Whole TFLOP/s of a GPU; of a tiny model on a CPU what there is."""
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def tuned(entries: Entries) -> list[str]:
@@ -175,7 +61,8 @@ def tuned(entries: Entries) -> list[str]:
     for key, entry in done.items():
         bench = entry["bench"]
         lines.append(
-            f"| `{key}` ({entry['work']}) | {entry['title']} | {bench['tokens_per_second_per_gpu']:,.0f} "
+            f"| `{key}` ({entry['work']}{cut_of(entry)}) | {entry['title']} "
+            f"| {bench['tokens_per_second_per_gpu']:,.0f} "
             f"| {tflops(bench['tflops_per_gpu'])} | {bench['fraction_of_gemm']:.3f} | {bench['peak_memory_gib']:.1f} |"
         )
     return lines
@@ -191,7 +78,7 @@ def agreement(entries: Entries) -> list[str]:
         # such an entry's title is the name of the bench that does the same
         bench = entries.get(f"dense/{entry['title']}", {}).get("bench") if key.startswith("dense/") else None
         if bench and "train" in entry:
-            pairs.append((entry["title"], bench, entry["train"]))
+            pairs.append((entry["title"] + cut_of(entry), bench, entry["train"]))
     if not pairs:
         return []
     lines = ["", "## `paceline bench` against `paceline train` on a dataset", ""]
@@ -207,7 +94,7 @@ def start_up(entries: Entries) -> list[str]:
     for key, entry in entries.items():
         phases = (entry.get("bench") or entry.get("train") or {}).get("start_up_seconds")
         if phases:
-            found.append((key, entry["compiled_before"], phases))
+            found.append((f"`{key}`{cut_of(entry)}", entry["compiled_before"], phases))
     if not found:
         return []
     names = list(dict.fromkeys(itertools.chain.from_iterable(phases for _, _, phases in found)))
@@ -216,40 +103,43 @@ def start_up(entries: Entries) -> list[str]:
         f"| entry | compiled kernels | all | {' | '.join(names)} |",
         "| --- | --- | ---: |" + " ---: |" * len(names),
     ]
-    for key, warm, phases in found:
-        cells = " | ".join(f"{phases[name]:.1f}" if name in phases else "" for name in names)
+    for name, warm, phases in found:
+        cells = " | ".join(f"{phases[phase]:.1f}" if phase in phases else "" for phase in names)
         kernels = "some there before" if warm else "none there before"
-        lines.append(f"| `{key}` | {kernels} | {sum(phases.values()):.1f} | {cells} |")
+        lines.append(f"| {name} | {kernels} | {sum(phases.values()):.1f} | {cells} |")
     return lines
 
 
 def overheads(entries: Entries) -> list[str]:
-    plain, train = entries.get("dense/8b_bf16", {}).get("bench"), entries.get("dense/8b_train", {}).get("train")
-    logged, saving = (entries.get(f"overheads/{name}", {}).get("train") for name in ("8b_logged", "8b_saving"))
+    logged, saving = (entries.get(f"overheads/{name}", {}) for name in ("8b_logged", "8b_saving"))
+    plain, train = (entries.get(f"dense/{name}", {}) for name in ("8b_bf16", "8b_train"))
     rows = []
-    if plain and train:
-        rows.append(
-            ("loading a dataset, a line of metrics every 5 steps", train["step_seconds"], plain["step_seconds"])
-        )
-    if train and logged:
-        rows.append(("a line of metrics every step instead", logged["step_seconds"], train["step_seconds"]))
-    if saving and "while_writing_step_seconds" in saving:
-        rows.append(
-            ("steps while a checkpoint is written", saving["while_writing_step_seconds"], saving["step_seconds"])
-        )
+    if "bench" in plain and "train" in train:
+        what = f"loading a dataset, a line of metrics every 5 steps{cut_of(train)}"
+        rows.append((what, train["train"]["step_seconds"], plain["bench"]["step_seconds"]))
+    if "train" in train and "train" in logged:
+        what = f"a line of metrics every step instead{cut_of(logged)}"
+        rows.append((what, logged["train"]["step_seconds"], train["train"]["step_seconds"]))
+    figures = saving.get("train", {})
+    if "while_writing_step_seconds" in figures:
+        what = f"steps while a checkpoint is written{cut_of(saving)}"
+        rows.append((what, figures["while_writing_step_seconds"], figures["step_seconds"]))
     if not rows:
         return []
-    lines = ["", "## What is not the step itself (llama3_8b, two GPUs)", ""]
+    lines = [
+        "",
+        f"## What is not the step itself (llama3_8b{', two GPUs' if not any(map(cut_of, entries.values())) else ''})",
+        "",
+    ]
     lines += ["| what | step s | without it | cost |", "| --- | ---: | ---: | ---: |"]
     lines += [f"| {what} | {with_it:.4f} | {base:.4f} | {with_it / base - 1:+.2%} |" for what, with_it, base in rows]
-    if saving:
-        usual = saving["step_seconds"]
-        for name, what in (
-            ("checkpoint_stall_seconds", "The step that hands over an asynchronous checkpoint waits"),
-            ("evaluation_seconds", "An evaluation on one global batch takes"),
-        ):
-            if name in saving:
-                lines += ["", f"{what} {saving[name]:.2f} s, {saving[name] / usual:.2f} of a step."]
+    for name, what in (
+        ("checkpoint_stall_seconds", "The step that hands over an asynchronous checkpoint waits"),
+        ("evaluation_seconds", "An evaluation on one global batch takes"),
+    ):
+        if name in figures:
+            share = figures[name] / figures["step_seconds"]
+            lines += ["", f"{what} {figures[name]:.2f} s, {share:.2f} of a step{cut_of(saving)}."]
     return lines
 
 
@@ -325,7 +215,7 @@ def seeds_band(curves: Curves) -> float | None:
 
 
 def profiles(entries: Entries) -> list[str]:
-    done = {entry["title"]: entry["profile"] for entry in entries.values() if "profile" in entry}
+    done = {entry["title"] + cut_of(entry): entry["profile"] for entry in entries.values() if "profile" in entry}
     if not done:
         return []
     kinds = list(dict.fromkeys(itertools.chain.from_iterable(profile["by_kind_ms"] for profile in done.values())))
@@ -361,7 +251,8 @@ def ceilings(entries: Entries) -> list[str]:
         )
         work = sum(each["tflops"] * each["ms"] * each["number"] for each in found["linears"])
         together = tflops(found["ceiling_tflops"]) if "ceiling_tflops" in found else ""
-        lines.append(f"| {name} | {attention} | {tflops(work / found['linears_ms'])} | {together} |")
+        layers = f", {found['layers']} layers" if "layers" in found else ""
+        lines.append(f"| {name}{layers} | {attention} | {tflops(work / found['linears_ms'])} | {together} |")
     return lines
 
 

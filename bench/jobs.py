@@ -20,6 +20,8 @@ class Job:
     warm_up: int = 4
     """Steps of `paceline bench` that are not measured."""
     steps: int = 10
+    cut: str = ""
+    """What one GPU is given of a model that wants more of them; "" = the whole model."""
     fits_shared: bool = True
     """Whether all its ranks fit one H200 together."""
 

@@ -28,16 +28,17 @@ class Results:
 
     Args:
         kinds: under one of these an entry has its figures, as this type.
+        command: what measures it; "" = the script of that name.
 
     Raises:
         DamagedFileError: a file that is there cannot be read.
     """
 
-    def __init__(self, folder: Path, name: str, kinds: Mapping[str, type]) -> None:
+    def __init__(self, folder: Path, name: str, kinds: Mapping[str, type], command: str = "") -> None:
         self.folder, self.name, self.kinds = folder, name, kinds
         self.path = folder / f"{name}.json"
         folder.mkdir(parents=True, exist_ok=True)
-        self.data: dict[str, Any] = {"command": f"bench/{name}.sh", "entries": {}}
+        self.data: dict[str, Any] = {"command": command or f"bench/{name}.sh", "entries": {}}
         if self.path.is_file():
             self.data = self._read()
 

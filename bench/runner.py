@@ -71,6 +71,8 @@ class Bench:
     """Whether a job runs beside others; what measures speed has the machine to itself."""
     may_share_gpu: bool = False
     """Whether its page knows of ranks that shared a GPU."""
+    one_gpu: Bench | None = None
+    """What `--one-gpu` runs instead: jobs of one process each, and results of their own."""
 
 
 class Running:
@@ -82,7 +84,8 @@ class Running:
         self.folder = options.work / job.key
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self.limit = 600 if options.tiny else min(2 * seconds_of(job, options) + 60, LONGEST)
+        self.at_once = options.at_once if bench.side_by_side(job) else 1
+        self.limit = 600 if options.tiny else min(2 * seconds_of(job, options) * self.at_once + 60, LONGEST)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
         environment.setdefault(CACHE, str((options.work / "compiled").resolve()))
         if options.tiny:
@@ -111,6 +114,7 @@ class Running:
             "processes": self.job.processes,
             **self.bench.about(self.job),
             **({SHARED: True} if self.shared else {}),
+            **({"at_once": self.at_once} if self.at_once > 1 else {}),
             "command": "python " + shlex.join(self.without_paths()),
             "seconds": round(seconds, 1),
             "compiled_before": not self.cache_was_empty,
@@ -129,6 +133,10 @@ class Running:
         # one of the 8B takes 100 GB
         shutil.rmtree(self.folder / "run" / "checkpoints", ignore_errors=True)
         return entry, records
+
+    def seconds_left(self, options: argparse.Namespace) -> float:
+        """Of its GPU's time, if those that may run beside it always did."""
+        return max(0.0, seconds_of(self.job, options) - (time.monotonic() - self.began) / self.at_once)
 
     def without_paths(self) -> list[str]:
         return [item for item in self.arguments if not item.startswith(("--out=", "--set=run.dir="))]
@@ -167,8 +175,11 @@ def run(bench: Bench, jobs: Sequence[Job], results: Results, options: argparse.N
                 # first come, first served: a job that needs all GPUs is not overtaken for ever
                 while waiting and (wanted := needed(bench, waiting[0], free, options, alone=not running)) is not None:
                     job = waiting.pop(0)
-                    if time.monotonic() + seconds_of(job, options) > end:
-                        left = f"{job.key}: left for the next call, {seconds_of(job, options):.0f} s would not fit"
+                    seconds = seconds_of(job, options) + sum(
+                        each.seconds_left(options) for each, places in running.items() if on_one(places, wanted)
+                    )
+                    if time.monotonic() + seconds > end:
+                        left = f"{job.key}: left for the next call, {seconds:.0f} s would not fit"
                         print(left, flush=True)
                         continue
                     seen = sorted({place.gpu for place in wanted})[: gpus_of(job, options)]
@@ -191,6 +202,11 @@ def needed(bench: Bench, job: Job, free: set[Place], options: argparse.Namespace
     emptiest = sorted(by_gpu.values(), key=lambda places: -len(places))
     number = gpus_of(job, options)
     return {places[0] for places in emptiest[:number]} if number <= len(emptiest) else None
+
+
+def on_one(places: set[Place], others: set[Place]) -> bool:
+    """Whether they share a GPU, and so its time: both end when the work of both is done."""
+    return not {place.gpu for place in places}.isdisjoint(place.gpu for place in others)
 
 
 @contextlib.contextmanager
@@ -270,7 +286,13 @@ def parser_of(bench: Bench, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--at-once", type=int, default=1, metavar="N", help="jobs on a GPU at a time, of those that measure no speed"
     )
-    parser.set_defaults(share_gpu=False)
+    parser.set_defaults(share_gpu=False, one_gpu=False)
+    if bench.one_gpu:
+        parser.add_argument(
+            "--one-gpu",
+            action="store_true",
+            help=f"one GPU, larger models with fewer layers; results in {bench.one_gpu.name}.{{json,md}}",
+        )
     if bench.may_share_gpu:
         parser.add_argument(
             "--share-gpu", action="store_true", help="all ranks of a job on one GPU: losses and memory, no speed"
@@ -281,6 +303,8 @@ def parser_of(bench: Bench, description: str | None) -> argparse.ArgumentParser:
 def main(bench: Bench, description: str | None) -> None:
     parser = parser_of(bench, description)
     options = parser.parse_args()
+    if options.one_gpu and bench.one_gpu:
+        bench = bench.one_gpu
     if "list" in options.parts:
         for part in bench.parts:
             for job in bench.jobs_of(part):
@@ -307,6 +331,9 @@ def measure(bench: Bench, jobs: Sequence[Job], results: Results, options: argpar
     """What is to be done, and the pages; without jobs the pages alone."""
     if jobs:
         found, gpus = machine()
+        if options.one_gpu and "devices" in found:
+            # whatever else is there: no entry uses more
+            found["devices"] = "1 x " + found["devices"].partition(" x ")[2]
         results.data |= {"tiny": options.tiny, **found}
         todo = [job for job in jobs if options.again or not results.is_done(job, shared=options.share_gpu)]
         # stable; what was never tried first, what failed last

@@ -29,6 +29,7 @@ import dense_jobs  # noqa: E402
 import dense_ladder  # noqa: E402
 import dense_report  # noqa: E402
 import dense_results  # noqa: E402
+import dense_table  # noqa: E402
 import runner  # noqa: E402
 from dense_jobs import Job  # noqa: E402
 from runner import main  # noqa: E402
@@ -54,7 +55,7 @@ def test_every_job_is_a_recipe_that_may_run(part: str) -> None:
     for job in jobs:
         config_of(job)
         config_of(dense_jobs.tiny(job))
-        assert job.work in ("", *dense_report.WORKS) and job.estimate < 500
+        assert job.work in ("", *dense_table.WORKS) and job.estimate < 500
 
 
 def test_the_table_fits_in_its_time() -> None:
@@ -223,7 +224,7 @@ def test_ceilings_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     # queries, keys, values, output; gate, up, down; the head
     assert sum(each["number"] for each in found["linears"]) == 2 * 7 + 1, entry.get("failed")
     assert found["ceiling_tflops"] > 0
-    assert "| llama3_8b | cpu " in (tmp_path / "dense.md").read_text()
+    assert "| llama3_8b, 2 layers | cpu " in (tmp_path / "dense.md").read_text()
 
 
 # ---- what goes wrong
@@ -500,12 +501,17 @@ def test_what_each_rung_bought() -> None:
 
 
 def test_the_ladder_s_page_is_up_to_date(tmp_path: Path) -> None:
-    """What stands above the mark is kept; below it stands what was measured, or that nothing was."""
-    page, results = Path("docs/ladder.md"), Path("docs/measured/dense.json")
+    """Between its marks stands what was measured, or that nothing was; all else is kept."""
+    page = Path("docs/ladder.md")
     copy = tmp_path / "ladder.md"
     copy.write_text(page.read_text())
-    dense_results.write_ladder(copy, json.loads(results.read_text()) if results.is_file() else {"entries": {}})
-    assert copy.read_text() == page.read_text(), "run `bench/dense.sh report`"
+    for one_gpu, name in ((False, "dense"), (True, "dense_one_gpu")):
+        results = Path(f"docs/measured/{name}.json")
+        data = json.loads(results.read_text()) if results.is_file() else {"entries": {}}
+        mark = dense_results.ONE_GPU_MARK if one_gpu else dense_results.LADDER_MARK
+        lines = dense_ladder.one_gpu_ladder_page(data) if one_gpu else dense_ladder.ladder_page(data)
+        dense_results.write_ladder(copy, mark, lines)
+    assert copy.read_text() == page.read_text(), "run `bench/dense.sh report`, with and without --one-gpu"
 
 
 def test_curves_against_the_band_of_seeds() -> None:
