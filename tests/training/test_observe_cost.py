@@ -12,10 +12,12 @@ import torch.distributed as dist
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.config.load import resolve
-from paceline.observe.hooks import Hook, Hooks, StepEnd, StepStart
+from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart, StepEnd, StepStart
+from paceline.observe.telemetry.record import read_rank
 from paceline.runtime.process import ProcessInfo
 from paceline.runtime.signals import StopRequest
 from paceline.training.feed import Feed, open_datasets
+from paceline.training.recording import build_recorder
 from paceline.training.setup import build_meter, build_parts
 from paceline.training.trainer import Progress, Trainer
 from tests.training import runs
@@ -83,7 +85,11 @@ def test_steps_that_are_not_logged_do_not_synchronise(name: str, tmp_path: Path)
     try:
         parts = build_parts(config, recipe.registry, ProcessInfo(), device)
         datasets = open_datasets(config, recipe.registry, train_samples=config.train.steps * 4)
-        hook = RefuseWaiting()
+        recorder, hook = build_recorder(parts), RefuseWaiting()
+        assert recorder is not None
+        recorder.on_start(
+            RunStart(run_name="run", run_dir=tmp_path, start_step=0, total_steps=config.train.steps, device="cuda")
+        )
         trainer = Trainer(
             config,
             step=parts.step,
@@ -93,10 +99,11 @@ def test_steps_that_are_not_logged_do_not_synchronise(name: str, tmp_path: Path)
             manager=CheckpointManager(
                 tmp_path, config.checkpoint, ranks=Ranks.create(timedelta(seconds=config.cluster.timeout_seconds))
             ),
-            hooks=Hooks([hook]),
+            hooks=Hooks([recorder, hook]),
             evaluator=None,
             progress=Progress(),
             device=device,
+            phases=recorder.clock,
         )
         try:
             trainer.run(StopRequest())
@@ -104,6 +111,9 @@ def test_steps_that_are_not_logged_do_not_synchronise(name: str, tmp_path: Path)
             torch.cuda.set_sync_debug_mode("default")
             trainer.feed.close()
             trainer.manager.close()
+            recorder.on_end(RunEnd(step=config.train.steps))
+        timed = read_rank(tmp_path, 0).column("device_forward_us")
+        assert len(timed) == config.train.steps and (timed > 0).all()
         assert hook.guarded == 16 and trainer.last_reading is not None
         assert trainer.last_reading.record.loss is not None
     finally:

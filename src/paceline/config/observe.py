@@ -14,6 +14,13 @@ class ObserveConfig(Section):
 
     log_interval: int = Field(10, ge=1)
     """Write a line of metrics every so many steps. Other steps never wait for the device."""
+    record: bool = True
+    """Keep the record of every step that `paceline explain` reads: phases, waits, machine. No step waits for it."""
+    record_limit_mb: int = Field(64, ge=1)
+    """MiB of it on disk for each rank; then the oldest part is dropped, but for the beginning of the run."""
+    prometheus_port: int = Field(0, ge=0, lt=65536)
+    """Serve the newest step to Prometheus on this port, plus the rank on the node, on all interfaces; 0 = off. Needs
+    `record`."""
     tensorboard: bool = True
     wandb_project: str = ""
     """Weights & Biases project; empty = off. Needs `paceline[wandb]`."""

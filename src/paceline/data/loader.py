@@ -101,6 +101,11 @@ class Loader:
         self.consumed_samples += self.micro_batch_size * self.dp_size
         return batch
 
+    @property
+    def ready(self) -> int:
+        """Micro-batches that wait for the consumer."""
+        return sum(future.done() for future in self._pending)
+
     def state(self) -> dict[str, int]:
         """All that a resumed run needs: hand ``consumed_samples`` to the next loader as ``start_sample``."""
         return {"consumed_samples": self.consumed_samples}

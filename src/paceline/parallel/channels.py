@@ -27,11 +27,11 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from paceline.config.parallel import ParallelConfig
 from paceline.costs.grid import RankGrid
 from paceline.costs.pipeline import Action, Actions
+from paceline.parallel.collectives import span
 from paceline.parallel.mesh import ParallelMesh
 
 Channel = tuple[int, int]
@@ -149,19 +149,15 @@ class Links:
         return Exchange(self, sent, shape, dtype, through_host=through_host)
 
     def isend(self, message: Message, tensor: Tensor, receiver: int) -> dist.Work:
-        with self._span(f"pp/{message.way}/send", tensor.nbytes):
+        with span(self._axis, f"pp/{message.way}/send", tensor.nbytes):
             return _isend(tensor, self._axis.ranks[receiver], self._group_to[receiver])
 
     def irecv(
         self, message: Message, shape: torch.Size, dtype: torch.dtype, sender: int, device: torch.device
     ) -> tuple[dist.Work, Tensor]:
         buffer = torch.empty(shape, dtype=dtype, device=device)
-        with self._span(f"pp/{message.way}/receive", buffer.nbytes):
+        with span(self._axis, f"pp/{message.way}/receive", buffer.nbytes):
             return _irecv(buffer, self._axis.ranks[sender], self._group_from[sender]), buffer
-
-    def _span(self, name: str, num_bytes: int) -> record_function:
-        self._axis.traffic.record(name, num_bytes)
-        return record_function(name)
 
     @property
     def index(self) -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
+
+from paceline.observe.phases import CollectiveTimer
 
 # torch 2.13 renamed them and warns at the old names; 2.11 has only those
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -20,11 +23,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Traffic:
-    """How often each named collective ran on this rank, and the bytes of its full tensor (not what crosses a wire)."""
+    """How often each named collective ran on this rank, and the bytes of its full tensor (not what crosses a wire).
+
+    ``timer``, where there is one, is told how long each holds its caller up.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.timer: CollectiveTimer | None = None
 
     def record(self, name: str, num_bytes: int) -> None:
         self.calls[name] += 1
@@ -61,13 +68,20 @@ class Axis:
 class Pending:
     """A collective under way. ``wait`` makes the current stream (on the CPU: the caller) wait for it, once."""
 
-    def __init__(self, work: dist.Work | None = None) -> None:
+    def __init__(self, work: dist.Work | None = None, timer: CollectiveTimer | None = None, name: str = "") -> None:
         self._work = work
+        self._timer, self._name = timer, name
 
     def wait(self) -> None:
         work, self._work = self._work, None
-        if work is not None:
+        if work is None:
+            return
+        if self._timer is None:
             work.wait()
+            return
+        token = self._timer.resume(self._name)
+        work.wait()
+        self._timer.end_collective(token)
 
 
 def all_reduce(
@@ -76,8 +90,8 @@ def all_reduce(
     """``tensor`` becomes the sum (or what ``op`` says) over the axis, in place."""
     if axis.group is None:
         return Pending()
-    with _span(axis, name, tensor.nbytes):
-        return Pending(dist.all_reduce(tensor, op=op, group=axis.group, async_op=async_op))
+    with span(axis, name, tensor.nbytes):
+        return Pending(dist.all_reduce(tensor, op=op, group=axis.group, async_op=async_op), axis.traffic.timer, name)
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, name: str, *, async_op: bool = False) -> Pending:
@@ -90,8 +104,8 @@ def reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, name: str, *, asy
         if output.data_ptr() != tensor.data_ptr():
             output.copy_(tensor)
         return Pending()
-    with _span(axis, name, tensor.nbytes):
-        return Pending(_reduce_scatter(output, tensor, group=axis.group, async_op=async_op))
+    with span(axis, name, tensor.nbytes):
+        return Pending(_reduce_scatter(output, tensor, group=axis.group, async_op=async_op), axis.traffic.timer, name)
 
 
 def all_gather(output: Tensor, tensor: Tensor, axis: Axis, name: str, *, async_op: bool = False) -> Pending:
@@ -101,15 +115,15 @@ def all_gather(output: Tensor, tensor: Tensor, axis: Axis, name: str, *, async_o
         if output.data_ptr() != tensor.data_ptr():
             output.copy_(tensor)
         return Pending()
-    with _span(axis, name, output.nbytes):
-        return Pending(_all_gather(output, tensor, group=axis.group, async_op=async_op))
+    with span(axis, name, output.nbytes):
+        return Pending(_all_gather(output, tensor, group=axis.group, async_op=async_op), axis.traffic.timer, name)
 
 
 def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
     """``tensor`` becomes what the rank of index ``source`` on the axis holds, in place."""
     if axis.group is None:
         return
-    with _span(axis, name, tensor.nbytes):
+    with span(axis, name, tensor.nbytes):
         dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
 
 
@@ -124,6 +138,25 @@ def all_reduce_number(
     return tensor.item()
 
 
-def _span(axis: Axis, name: str, num_bytes: int) -> record_function:
+def span(axis: Axis, name: str, num_bytes: int) -> Span | record_function:
+    """Around a collective, from its call until its caller may go on: counted, named in a profile, and timed."""
     axis.traffic.record(name, num_bytes)
-    return record_function(name)
+    timer = axis.traffic.timer
+    return record_function(name) if timer is None else Span(timer, name, num_bytes)
+
+
+class Span:
+    """A span in a profile, and its time for who listens."""
+
+    def __init__(self, timer: CollectiveTimer, name: str, num_bytes: int) -> None:
+        self._timer, self._named, self._begun = timer, record_function(name), (name, num_bytes)
+
+    def __enter__(self) -> None:
+        self._named.__enter__()
+        self._token = self._timer.begin(*self._begun)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.end_collective(self._token)
+        self._named.__exit__(kind, error, trace)

@@ -295,7 +295,16 @@ class FlatGroup:
             pending, mark = self._gathers.pop(index, (None, None))
             if pending is not None:
                 pending.wait()
-                self._lane.wait(mark)
+                self._wait_for_lane(mark)
+
+    def _wait_for_lane(self, mark: torch.cuda.Event | None) -> None:
+        timer = self._spread.weights_axis.traffic.timer
+        if mark is None or timer is None:
+            self._lane.wait(mark)
+            return
+        token = timer.resume(f"{family(self._spread.weights_axis)}/weights/all_gather")
+        self._lane.wait(mark)
+        timer.end_collective(token)
 
     def buckets_of(self, module: nn.Module) -> set[int]:
         """The buckets in which parameters of ``module`` lie."""

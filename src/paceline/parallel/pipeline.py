@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from paceline.config.parallel import ParallelConfig
 from paceline.costs.pipeline import Action, Actions, schedule, stages_of, why_not
 from paceline.models.transformer import Transformer
+from paceline.observe.phases import NO_PHASES, Phases
 from paceline.parallel.channels import Exchange, Links, Message, Sent, message_after, sent_between_ranks
 from paceline.parallel.deferred import DeferredWeights, Product, deliver
 from paceline.parallel.engine import Engine
@@ -74,6 +75,7 @@ class Pipeline:
         self._runs = {True: 0, False: 0}
         """So far, training and not."""
         self.deferred = DeferredWeights()
+        self.phases: Phases = NO_PHASES
         self.peak_in_flight = 0
         """Most (stage, micro-batch) pairs whose activations this rank held at a time in the last `train`."""
 
@@ -91,12 +93,14 @@ class Pipeline:
         for index, action in enumerate(plan.actions):
             stage = self._local[action.stage]
             with self._engine.accumulate(last=index == plan.last_of_stage[action.stage], stage=stage):
+                self.phases.mark("forward" if action.kind == "F" else "backward")
                 if action.kind == "F":
                     run.forward(action)
                 elif action.kind == "W":
                     run.weight_gradients(action)
                 else:
                     run.backward(action)
+        self.phases.mark("pipeline")
         run.finish()
         self.peak_in_flight = run.peak
 
@@ -235,9 +239,12 @@ class _Run:
 
     def _take(self, way: str, action: Action) -> Tensor:
         message = Message("forward" if way == "forward" else "backward", action.stage, action.micro_batch)
-        if message in self._plan.leaving:
-            return self._exchange.receive(message)
-        return self._handed.pop(message)
+        if message not in self._plan.leaving:
+            return self._handed.pop(message)
+        self._pipeline.phases.mark("pipeline")
+        received = self._exchange.receive(message)
+        self._pipeline.phases.mark(message.way)
+        return received
 
     def _pass_on(self, action: Action, tensor: Tensor) -> None:
         message = message_after(action, self._plan.last_stage)

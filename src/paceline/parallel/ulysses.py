@@ -21,10 +21,9 @@ from torch import Tensor
 
 # the traceable collectives are documented only there (torch 2.11 - 2.13); a public path does not exist yet
 from torch.distributed import _functional_collectives as functional
-from torch.profiler import record_function
 
 from paceline.kernels.attention import AttentionCore, AttentionMask
-from paceline.parallel.collectives import Axis
+from paceline.parallel.collectives import Axis, span
 from paceline.parallel.regions import gather_replicated
 
 EXCHANGE_NAME = "cp/attention/all_to_all"
@@ -99,7 +98,6 @@ def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_to_all_single(x, None, None, axis.group))
     received = torch.empty_like(x)
-    axis.traffic.record(EXCHANGE_NAME, x.nbytes)
-    with record_function(EXCHANGE_NAME):
+    with span(axis, EXCHANGE_NAME, x.nbytes):
         dist.all_to_all_single(received, x, group=axis.group)
     return received

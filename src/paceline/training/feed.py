@@ -102,6 +102,11 @@ class Feed:
         """How long the step has waited for data, in all."""
         return self._loader.wait_seconds
 
+    @property
+    def ready(self) -> int:
+        """Micro-batches that are read and wait for the step."""
+        return self._loader.ready
+
     def close(self) -> None:
         self._loader.close()
 

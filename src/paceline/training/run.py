@@ -23,7 +23,9 @@ from paceline.data.build import Datasets
 from paceline.errors import PacelineError
 from paceline.observe.events import RunFolder
 from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart
+from paceline.observe.phases import NO_PHASES
 from paceline.observe.progress import ProgressHook
+from paceline.observe.recorder import Recorder
 from paceline.observe.sinks import EventHook, SinkHook, build_sinks
 from paceline.report import units
 from paceline.report.console import make_console, print_findings
@@ -36,6 +38,7 @@ from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
 from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.persist import RunSaver, restore
+from paceline.training.recording import build_recorder
 from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
 from paceline.training.samples import draw_samples, keep_tokenizer
 from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
@@ -178,8 +181,9 @@ class _Run:
             for report in datasets.reports:
                 log.info("%s", report)
         saver = RunSaver(parts, self.manager, datasets)
-        hooks = self._hooks()
-        trainer = self._trainer(parts, datasets, saver, hooks, start.progress)
+        recorder = build_recorder(parts)
+        hooks = self._hooks(recorder)
+        trainer = self._trainer(parts, datasets, saver, hooks, start.progress, recorder)
         return _Opened(start=start, datasets=datasets, parts=parts, saver=saver, trainer=trainer, hooks=hooks)
 
     def _datasets(self, start: Start) -> Datasets:
@@ -207,8 +211,8 @@ class _Run:
             log.info("weights from %s; optimizer, schedule and data start anew", self.config.model.init_from)
             self._phase("weights")
 
-    def _hooks(self) -> Hooks:
-        hooks: list[Hook] = []
+    def _hooks(self, recorder: Recorder | None) -> Hooks:
+        hooks: list[Hook] = [] if recorder is None else [recorder]
         observe = self.config.observe
         if self.info.is_main:
             sinks = build_sinks(
@@ -226,8 +230,18 @@ class _Run:
         # last: a first step ends when its record is written
         return Hooks([*hooks, StartUpHook(self.clock, self.folder if self.info.is_main else None)])
 
-    def _trainer(self, parts: Parts, datasets: Datasets, saver: RunSaver, hooks: Hooks, progress: Progress) -> Trainer:
+    def _trainer(
+        self,
+        parts: Parts,
+        datasets: Datasets,
+        saver: RunSaver,
+        hooks: Hooks,
+        progress: Progress,
+        recorder: Recorder | None,
+    ) -> Trainer:
         feed = Feed.open(datasets.train, self.config, parts.mesh, self.device, start_sample=progress.consumed_samples)
+        if recorder is not None:
+            recorder.ready = lambda: feed.ready
         return Trainer(
             self.config,
             step=parts.step,
@@ -240,6 +254,7 @@ class _Run:
             progress=progress,
             device=self.device,
             experts=build_expert_meter(self.config, self.device),
+            phases=NO_PHASES if recorder is None else recorder.clock,
         )
 
     def _evaluator(self, parts: Parts, datasets: Datasets) -> Evaluator | None:

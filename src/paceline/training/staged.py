@@ -13,6 +13,7 @@ from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.models.precision import model_dtype
 from paceline.models.transformer import Transformer
+from paceline.observe.phases import Phases
 from paceline.parallel.context import context_part
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Forwarded, Pipeline
@@ -54,6 +55,10 @@ class StagedTask:
         self._config = config
         self._pipeline = pipeline
         self._hidden_dtype = model_dtype(config.train) if dtype == torch.float32 else dtype
+
+    def announce_to(self, phases: Phases) -> None:
+        """From now on ``phases`` is told of each forward and backward."""
+        self._pipeline.phases = phases
 
     @property
     def has_loss(self) -> bool:

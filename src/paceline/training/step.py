@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.models.transformer import Transformer
+from paceline.observe.phases import NO_PHASES, Phases
 from paceline.optim.build import Optimizer
 from paceline.optim.schedule import lr_factor
 from paceline.parallel.collectives import all_reduce
@@ -78,6 +79,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.mesh = mesh
         self.on_backward_end = on_backward_end
+        self.phases: Phases = NO_PHASES
         model_config = config.model
         self._draws_random = any(
             (
@@ -93,6 +95,11 @@ class TrainStep:
         """This rank's parts of the model."""
         return self.staged.stages
 
+    def announce_to(self, phases: Phases) -> None:
+        """From now on ``phases`` is told what the step is doing."""
+        self.phases = phases
+        self.staged.announce_to(phases)
+
     def train(self) -> None:
         """Dropout and the like are on from here on."""
         for stage in self.stages:
@@ -100,17 +107,22 @@ class TrainStep:
 
     def run(self, step: int, batches: Sequence[Batch]) -> StepOutcome:
         """Runs step number ``step`` (from 1) on this rank's micro-batches of whole sequences."""
+        self.phases.mark("sync")
         batches, local_count, count = self._prepare(batches)
         totals = self._forward_backward(step, batches, count)
+        self.phases.mark("reduce")
         self.engine.reduce_gradients()
         if self.on_backward_end is not None:
             self.on_backward_end(step)
+        self.phases.mark("optimizer")
         gradients = self.optimizer.gradient_norm()
         factor = lr_factor(self.config.optim, step, self.config.train.steps)
         self.optimizer.step(factor, gradients)
         load, dropped, entropy = self._balance_experts(totals, gradients.finite)
+        self.phases.mark("publish")
         self.engine.publish_weights(cast=not self.optimizer.writes_compute_weights)
         self.engine.zero_gradients()
+        self.phases.mark("other")
         return StepOutcome(
             loss_sum=totals.main_loss_sum(local_count.device),
             mtp_loss_sum=totals.stat("loss_sum_mtp"),

@@ -18,6 +18,7 @@ from paceline.models.router import ENTROPY_UNIT
 from paceline.observe.experts import ExpertMeter
 from paceline.observe.hooks import BackwardEnd, CheckpointSaved, Hooks, StepEnd, StepStart
 from paceline.observe.metrics import Meter, Reading
+from paceline.observe.phases import NO_PHASES, Phases
 from paceline.runtime.collection import GarbageCollection
 from paceline.runtime.process import any_rank
 from paceline.runtime.signals import StopRequest
@@ -69,6 +70,7 @@ class Trainer:
         progress: Progress,
         device: torch.device,
         experts: ExpertMeter | None = None,
+        phases: Phases = NO_PHASES,
     ) -> None:
         self.config = config
         self.experts = experts
@@ -80,6 +82,8 @@ class Trainer:
         self.hooks = hooks
         self.evaluator = evaluator
         self.progress = progress
+        self.phases = phases
+        step.announce_to(phases)
         self.watch = SkipWatch(device)
         # on a GPU a skipped step may be known only a step or two later: its batches are kept for the diagnosis
         self._recent: deque[tuple[int, Sequence[Batch]]] = deque(maxlen=3)
@@ -99,18 +103,25 @@ class Trainer:
         self.step.train()
         self._stop = stop
         self.meter.start()
+        try:
+            reason = self._run_steps(stop)
+        finally:
+            self.phases.end()
+        if reason or self.config.checkpoint.save_last:
+            self._save_last()
+        return reason
+
+    def _run_steps(self, stop: StopRequest) -> str:
         with self.collection:
             while self.progress.step < self.config.train.steps:
                 self._one_step()
+                self.phases.mark("sync")
                 # one vote a step: a signal, or a row of skipped steps, may be known to one rank and not yet to another
                 if any_rank(bool(stop) or self._has_failed()):
                     self._refuse_nonfinite()
                     if self.progress.step == self.config.train.steps:
                         break  # a stop at the last step stops nothing
-                    self._save_last()
                     return stop.reason or "another rank was asked to stop"
-        if self.config.checkpoint.save_last:
-            self._save_last()
         return ""
 
     def _save_last(self) -> None:
@@ -121,6 +132,7 @@ class Trainer:
     def _one_step(self) -> None:
         number = self.progress.step + 1
         self.hooks.on_step_start(StepStart(step=number))
+        self.phases.mark("data")
         waited = self.feed.wait_seconds
         batches = self.feed.next_step()
         self.meter.add_data_wait(self.feed.wait_seconds - waited)
@@ -128,11 +140,15 @@ class Trainer:
         outcome = self.step.run(number, batches)
         self._count(outcome)
         self.collection.after_step(number)
+        self.phases.mark("log")
         reading = self._read(number, outcome)
+        self.phases.mark("evaluation")
         evaluation = self._evaluate(number)
+        self.phases.mark("checkpoint")
         if self.manager.due(number):
             self._save()
         self._announce_saved()
+        self.phases.mark("other")
         self.hooks.on_step_end(
             StepEnd(
                 step=number,

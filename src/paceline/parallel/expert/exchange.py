@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
-from paceline.parallel.collectives import Axis
+from paceline.parallel.collectives import Axis, span
 
 
 def all_to_all_rows(
@@ -42,8 +41,7 @@ def reduce_scatter_rows(tensor: Tensor, axis: Axis, name: str, *, sizes: Sequenc
 def exchange(tensor: Tensor, axis: Axis, name: str, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """`all_to_all_rows` of one tensor, without a gradient."""
     output = tensor.new_empty(sum(received), *tensor.shape[1:])
-    axis.traffic.record(name, tensor.nbytes)
-    with record_function(name):
+    with span(axis, name, tensor.nbytes):
         dist.all_to_all_single(output, tensor.contiguous(), list(received), list(sent), group=axis.group)
     return output
 
