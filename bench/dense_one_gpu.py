@@ -24,7 +24,7 @@ SAVED_LAYERS = 6
 WARM_UP, GEMM_SECONDS = 2, 2.0
 """Shorter than on two GPUs: one step compiles, one more fills the caches; the card is hot by then."""
 
-_START, _COMPILE, _COMPILE_FP8, _FLASH4 = 22.0, 12.0, 20.0, 15.0
+_START, _COMPILE, _COMPILE_FP8, _FLASH4 = 17.0, 10.0, 17.0, 15.0
 """Seconds of imports, process group, model and end; of the first step with no compiled kernels there, by precision;
 what FlashAttention-4 compiles at each start. The first three as in docs/measured/fused_one_gpu.jsonl."""
 _RATE, _NAIVE_RATE = 530e12, 190e12

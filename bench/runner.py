@@ -308,7 +308,7 @@ def main(bench: Bench, description: str | None) -> None:
     if "list" in options.parts:
         for part in bench.parts:
             for job in bench.jobs_of(part):
-                print(f"{job.key:28} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
+                print(f"{job.key:32} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
         return
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}: at least 1")

@@ -104,9 +104,10 @@ def test_three_curves_fit_one_card_and_a_checkpoint_the_disk() -> None:
     assert count_parameters(config_of(saving).model).total * 12 <= 0.5 * DISK_BYTES
 
 
-def test_each_part_fits_a_call() -> None:
-    for part in ("dense", "ladder", "overheads", "profile"):
-        assert sum(job.estimate for job in dense_one_gpu.jobs_of(part)) <= CALL_SECONDS, part
+def test_the_table_and_the_ladder_fit_one_call() -> None:
+    for parts in (("dense", "ladder"), ("overheads", "profile", "ceilings")):
+        seconds = {job.key: job.estimate for part in parts for job in dense_one_gpu.jobs_of(part)}
+        assert sum(seconds.values()) <= CALL_SECONDS, parts
 
 
 def test_ceilings_know_the_cut() -> None:
