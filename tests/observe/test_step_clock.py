@@ -133,6 +133,7 @@ def test_collectives_are_counted_and_timed_by_axis() -> None:
         "dp": 2e3, "tp": 5e3, "cp": 0, "ep": 0, "pp": 0, "rest": 4e3
     }  # fmt: skip
     assert dict(zip(AXES, done.sent_bytes, strict=True))["rest"] == 2048
+    assert sum(done.blocked_us) == sum(done.wait_us) == done.blocked_us[PHASES.index("other")]
     assert not clock.current().in_collective and clock.current().calls == 4
 
 

@@ -146,6 +146,7 @@ def line_of(times: StepTimes) -> list[int]:
         *(value // 1000 for value in times.host_ns),
         *([UNKNOWN] * len(PHASES) if device is None else map(round, device)),
         *(map(round, times.wait_us) if times.timed else [UNKNOWN] * len(times.wait_us)),
+        *(map(round, times.blocked_us) if times.timed else [UNKNOWN] * len(times.blocked_us)),
         int(times.timed),
         *(value >> 10 for value in times.sent_bytes),
         *(times.extra.get(name, UNKNOWN) for name in _EXTRA),

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,8 @@ class StepTimes:
     """By phase; None on a CPU, or where it was never known."""
     wait_us: list[float] = field(default_factory=lambda: [0.0] * len(AXES))
     """By axis: held up by collectives."""
+    blocked_us: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+    """The same by phase."""
     timed: bool = False
     """Whether ``wait_us`` was measured in this step."""
     sent_bytes: list[int] = field(default_factory=lambda: [0] * len(AXES))
@@ -65,6 +67,15 @@ class Current:
     """Collectives begun so far."""
 
 
+class _Held(NamedTuple):
+    """A collective that held the compute stream up, between two events."""
+
+    axis: int
+    phase: int
+    start: Any
+    end: Any
+
+
 class StepClock:
     """Told of steps, phases and collectives by the training thread. `Phases` and `CollectiveTimer` in one.
 
@@ -86,16 +97,16 @@ class StepClock:
         self._clock = clock
         self._timed_every = timed_every
         self._free: list[Any] = []
-        self._pending: deque[tuple[StepTimes, list[tuple[int, Any]], list[tuple[int, Any, Any]]]] = deque()
+        self._pending: deque[tuple[StepTimes, list[tuple[int, Any]], list[_Held]]] = deque()
         self._marks: list[tuple[int, Any]] = []
-        self._collectives: list[tuple[int, Any, Any]] = []
+        self._collectives: list[_Held] = []
         self._axis_of: dict[str, int] = {}
         self._step = 0
         self._phase = _OTHER
         self._began = self._last = clock()
         self._monotonic = time.monotonic()
         self._host = [0] * len(PHASES)
-        self._wait = [0.0] * len(AXES)
+        self._wait, self._blocked = [0.0] * len(AXES), [0.0] * len(PHASES)
         self._sent = [0] * len(AXES)
         self._last_collective = ("", 0, 0.0)
         self._inside = 0
@@ -120,7 +131,8 @@ class StepClock:
         self._mark(_OTHER)
         done = self._end() if self._step else None
         self._step, self._began, self._monotonic = step, self._last, time.monotonic()
-        self._host, self._wait, self._sent = [0] * len(PHASES), [0.0] * len(AXES), [0] * len(AXES)
+        self._host, self._blocked = [0] * len(PHASES), [0.0] * len(PHASES)
+        self._wait, self._sent = [0.0] * len(AXES), [0] * len(AXES)
         if self._on_gpu:
             # the last mark of the step before is the first of this one
             self._marks, self._collectives = self._marks[-1:], []
@@ -143,6 +155,7 @@ class StepClock:
             wall_ns=self._last - self._began,
             host_ns=self._host,
             wait_us=self._wait,
+            blocked_us=self._blocked,
             timed=not self._on_gpu or self._is_timed(),
             sent_bytes=self._sent,
         )
@@ -169,15 +182,19 @@ class StepClock:
             self._pending.popleft()
         return done
 
-    def _read(self, times: StepTimes, marks: list[tuple[int, Any]], collectives: list[tuple[int, Any, Any]]) -> None:
+    def _read(self, times: StepTimes, marks: list[tuple[int, Any]], collectives: list[_Held]) -> None:
         device = [0.0] * len(PHASES)
         for (phase, start), (_, end) in pairwise(marks):
             device[phase] += 1e3 * start.elapsed_time(end)
         times.device_us = device
-        for axis, start, end in collectives:
-            times.wait_us[axis] += 1e3 * start.elapsed_time(end)
+        for held in collectives:
+            microseconds = 1e3 * held.start.elapsed_time(held.end)
+            times.wait_us[held.axis] += microseconds
+            times.blocked_us[held.phase] += microseconds
         # the last mark is the next step's first
-        self._free += [event for _, event in marks[:-1]] + [event for _, *both in collectives for event in both]
+        self._free += [event for _, event in marks[:-1]] + [
+            event for held in collectives for event in (held.start, held.end)
+        ]
 
     def _event(self) -> Any:
         event = self._free.pop() if self._free else self._make_event()
@@ -210,11 +227,13 @@ class StepClock:
         if token is None:
             return
         axis, began = token
-        if not self._on_gpu:
-            self._inside -= 1
-            self._wait[axis] += (self._clock() - began) / 1e3
-        else:
-            self._collectives.append((axis, began, self._event()))
+        if self._on_gpu:
+            self._collectives.append(_Held(axis, self._phase, began, self._event()))
+            return
+        microseconds = (self._clock() - began) / 1e3
+        self._inside -= 1
+        self._wait[axis] += microseconds
+        self._blocked[self._phase] += microseconds
 
     def _is_timed(self) -> bool:
         return self._step % self._timed_every == 0

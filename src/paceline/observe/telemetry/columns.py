@@ -25,6 +25,8 @@ DEVICE_PHASES = tuple(f"device_{phase}_us" for phase in PHASES)
 """Time on the GPU's stream between the marks; unknown on a CPU, where the host's is all there is."""
 WAITS = tuple(f"wait_{axis}_us" for axis in AXES)
 """Held up by collectives of the axis: the host on a CPU, the GPU's stream on a GPU (there in ``timed_steps`` only)."""
+BLOCKED = tuple(f"blocked_{phase}_us" for phase in PHASES)
+"""The same time, by the phase it fell into."""
 BYTES = tuple(f"sent_{axis}_kb" for axis in AXES)
 """Full tensors of its collectives."""
 
@@ -53,12 +55,12 @@ MACHINE = (
 SAMPLED = (*GPU, *MACHINE)
 """Of the sampler thread, about once a second."""
 
-COLUMNS = (*STEP, *HOST_PHASES, *DEVICE_PHASES, *WAITS, "timed_steps", *BYTES, *HOST, *MEMORY, *SAMPLED)
+COLUMNS = (*STEP, *HOST_PHASES, *DEVICE_PHASES, *WAITS, *BLOCKED, "timed_steps", *BYTES, *HOST, *MEMORY, *SAMPLED)
 INDEX = {name: index for index, name in enumerate(COLUMNS)}
 
 SUMMED = frozenset(
     (
-        *("steps", "wall_us", *HOST_PHASES, *DEVICE_PHASES, *WAITS, "timed_steps", *BYTES),
+        *("steps", "wall_us", *HOST_PHASES, *DEVICE_PHASES, *WAITS, *BLOCKED, "timed_steps", *BYTES),
         *("thread_cpu_us", "thread_queue_us", "preempted", "gc_us", "gc_runs"),
     )
 )
