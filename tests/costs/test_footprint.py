@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.config.load import resolve
+from paceline.config.model import ModelConfig
 from paceline.costs.demand import demand_of
 from paceline.costs.footprint import LINEAR, linear_bytes, memory_by_stage, micro_batches_held
 from paceline.costs.hardware import find_hardware
@@ -126,3 +127,29 @@ def test_sharding_deals_out_states() -> None:
     assert sharded.optimizer == pytest.approx(whole.optimizer / 8)
     assert sharded.weights == whole.weights
     assert parameters.weights == pytest.approx(whole.weights * 2 / 8)  # fp32 shards of bf16 weights
+
+
+def nanotron_3b(**layout: int) -> Workload:
+    model = ModelConfig(num_layers=28, hidden_size=3072, num_heads=32, ffn_size=8192, vocab_size=131072)
+    fields: dict[str, int] = {"micro_batch_size": 8, "global_batch_size": 256, **layout}
+    return Workload(model=model, seq_len=4096, precision="bf16", **fields)  # type: ignore[arg-type]
+
+
+def units(work: Workload, gpus: int) -> dict[str, float]:
+    return linear_bytes(work, cluster(gpus), rank_layers(work, NANOTRON), 0, NANOTRON)
+
+
+def test_inputs_that_products_gathered_are_whole_on_each_rank() -> None:
+    """One tensor as wide as the residual stream, of 28 layers, less the part that is counted as cut."""
+    whole = 2.0 * 8 * 4096 * 3072 * 28
+    assert units(nanotron_3b(tp=4), 8)["kept_gathered"] == pytest.approx(whole * 3 / 4)
+    assert units(nanotron_3b(tp=1), 8)["kept_gathered"] == 0
+    assert units(nanotron_3b(tp=4, pp=2), 16)["kept_gathered"] == 0  # released: sends over a network, two stages
+    assert units(nanotron_3b(tp=4, pp=2), 8)["kept_gathered"] > 0  # one node
+    assert units(nanotron_3b(tp=32), 32)["kept_gathered"] == 0  # released: four nodes
+
+
+def test_logits_of_the_micro_batch_before_are_still_there() -> None:
+    once, many = (units(nanotron_3b(global_batch_size=size), 8) for size in (64, 256))
+    assert once["logit_bytes"] == many["logit_bytes"] == many["logit_bytes_before"] == 8 * 4096 * 131072
+    assert once["logit_bytes_before"] == 0

@@ -93,3 +93,11 @@ def test_arrays_give_what_single_layouts_give(profile: Profile) -> None:
     alone = np.array([float(seconds(demand, profile)) for demand in demands])
     np.testing.assert_allclose(together, alone, rtol=1e-12)
     assert np.all(alone > 0)
+
+
+def test_rings_of_more_ranks_take_more_steps() -> None:
+    """A step for each rank and bucket of 25 MB; nothing where gradients are not reduced."""
+    work = Workload(model=MODEL, seq_len=1024, micro_batch_size=1, global_batch_size=64, zero=0)
+    at_8, at_16 = (demand_of(work, cluster(gpus), (16.0,)).grads_steps for gpus in (8, 16))
+    assert at_16 == pytest.approx(2 * at_8) and at_8 > 8
+    assert demand_of(replace(work, tp=8), cluster(8), (16.0,)).grads_steps == 0

@@ -11,7 +11,7 @@ from paceline.costs.profiles import find_profile
 from paceline.costs.step import predict
 from paceline.planner.fitting import RECIPES
 from paceline.planner.published import NotScored, PublishedRun, read_rows, read_run
-from paceline.planner.validate import Errors, Scored, cross_validate, explained_crashes, irregular, report, score
+from paceline.planner.validate import Errors, Scored, cross_validate, explained_crashes, report, score
 
 RUNS = Path(__file__).parents[2] / "docs" / "measured" / "published_runs.csv"
 GIB = 2.0**30
@@ -48,13 +48,6 @@ def test_a_crash_is_explained_by_the_line_through_smaller_micro_batches() -> Non
 def test_one_smaller_micro_batch_takes_the_bytes_of_the_states_as_its_start() -> None:
     runs = [nanotron(2, memory=60.0), nanotron(4), nanotron(4, zero=0)]
     assert explained_crashes(score(runs)) == {runs[1].id}  # ZeRO 0 has never run at a smaller one
-
-
-def test_a_run_far_slower_than_its_like_is_irregular() -> None:
-    like = [nanotron(1, memory=20.0, seconds=10.0), nanotron(1, zero=0, memory=24.0, seconds=10.5)]
-    slow = nanotron(1, zero=0, memory=24.0, seconds=50.0)
-    assert irregular([*like, slow]) == {slow.id}
-    assert irregular(like) == set()
 
 
 def test_scores_by_shipped_profiles() -> None:

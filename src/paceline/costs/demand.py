@@ -104,6 +104,8 @@ class Demand:
     grads_fast: Number
     """Reduce-scatter of all gradients of the fullest rank, once a step (or, zero 3, once a micro-batch)."""
     grads_node: Number
+    grads_steps: Number
+    """Steps of rings: buckets of gradients times ranks."""
     params_fast: Number
     """Gathering of its parameters."""
     params_node: Number
@@ -195,7 +197,16 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
     )
 
 
-_OF_WEIGHTS = ("grads_fast", "grads_node", "optimizer_bytes", "host_down", "host_up", "host_update", "accumulate")
+_OF_WEIGHTS = (
+    "grads_fast",
+    "grads_node",
+    "grads_steps",
+    "optimizer_bytes",
+    "host_down",
+    "host_up",
+    "host_update",
+    "accumulate",
+)
 
 
 def _head(work: Workload, tokens: float, rates: Rates) -> dict[str, float]:

@@ -18,17 +18,19 @@ from functools import lru_cache
 from paceline.config.model import ModelConfig, MoESpec
 from paceline.costs.averages import block_groups, edge_parameters, layer_parameters
 from paceline.costs.profiles import Profile
-from paceline.costs.traffic import MOMENT_BYTES
+from paceline.costs.traffic import MOMENT_BYTES, stages_in_one_domain
 from paceline.costs.workload import Cluster, Workload
 
 LINEAR = (
     "states",
     "kept_hidden",
+    "kept_beside",
     "kept_gathered",
     "kept_heads",
     "kept_ffn",
     "kept_scores",
     "logit_bytes",
+    "logit_bytes_before",
     "framework_gib",
 )
 """Fields of a `Profile` that memory is linear in."""
@@ -188,13 +190,20 @@ def linear_bytes(
     return {
         "states": sum(states) + inputs,
         "kept_hidden": (hidden / along * full) * (0.75 if cheap else 1.0) + width * tokens * rows / work.tp / 4 * full,
-        "kept_gathered": hidden * full if work.tp > 1 else 0.0,
+        "kept_beside": hidden / along * full if work.tp > 1 else 0.0,
+        "kept_gathered": 0.0 if _releases_gathered(work, cluster, profile) else hidden * (1 - 1 / along) * full,
         "kept_heads": width * tokens * heads / work.tp * full,
         "kept_ffn": ffn_bytes * full,
         "kept_scores": scores,
         "logit_bytes": logits,
+        "logit_bytes_before": logits if micro_batches > 1 else 0.0,
         "framework_gib": 2.0**30,
     }
+
+
+def _releases_gathered(work: Workload, cluster: Cluster, profile: Profile) -> bool:
+    far = work.tp > 2 * cluster.domain
+    return profile.releases_gathered and (far or (work.pp == 2 and not stages_in_one_domain(work, cluster)))
 
 
 def _states(
@@ -236,7 +245,7 @@ def memory_by_stage(
         total = sum(getattr(profile, name) * units[name] for name in LINEAR)
         activations = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("kept_"))
         activations += units["states"] - weights - gradients - optimizer - gathered
-        logits = profile.logit_bytes * units["logit_bytes"]
+        logits = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("logit_"))
         known = weights + gradients + optimizer + gathered + activations + logits
         found.append(
             StageMemory(

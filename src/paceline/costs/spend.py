@@ -115,7 +115,7 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
     # what the last backward and the next forward can hide
     stage_forward, stage_backward = at * forward.total, at * backward.total
     network = p.network_efficiency * p.data_network
-    reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / network
+    reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / network + d.grads_steps * p.ring_step_us * 1e-6
     reduce = reduce * _where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
     gather = d.params_fast / p.nvlink_efficiency + d.params_node / network + d.dp_tensors * p.tensor_gather_us * 1e-6
     once = _exposed(reduce, p.gradient_overlap * stage_backward) + _exposed(gather, p.parameter_overlap * stage_forward)

@@ -111,6 +111,10 @@ def _host(work: Workload, cluster: Cluster, updated: float) -> dict[str, float]:
     }
 
 
+BUCKET_BYTES = 25e6
+"""Of gradients that are reduced together (the default of torch's DistributedDataParallel)."""
+
+
 def data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float]) -> dict[str, float]:
     """Gradients and parameters of the fullest rank; experts over the ranks that hold the same ones."""
     dp = work.dp(cluster.gpus)
@@ -133,11 +137,13 @@ def data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[flo
     wires = {"fast": 0.0, "node": 0.0}
     params = {"fast": 0.0, "node": 0.0}
     count: float
+    steps = 0.0
     for count, over in ((dense_here, group), (experts_here, expert_group)):
         if over.size == 1 or not count:
             continue
         wires["fast"] += ramped(gradient * count * over.share) * over.fast_wire
         wires["node"] += ramped(gradient * count * over.share) * over.node_wire
+        steps += gradient * count / BUCKET_BYTES * over.size
         if work.zero:
             params["fast"] += ramped(2.0 * count * over.share) * over.fast_wire
             params["node"] += ramped(2.0 * count * over.share) * over.node_wire
@@ -152,6 +158,7 @@ def data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[flo
         "dp_size": dp,
         "grads_fast": wires["fast"],
         "grads_node": wires["node"],
+        "grads_steps": steps,
         "params_fast": params["fast"],
         "params_node": params["node"],
         "dp_tensors": float(work.zero in (1, 2)) * 7 * fullest * math.log2(max(1, shards)),

@@ -23,6 +23,7 @@ from paceline.costs.footprint import LINEAR, linear_bytes
 from paceline.costs.profiles import Profile
 from paceline.costs.spend import seconds
 from paceline.costs.step import rank_layers
+from paceline.planner.irregular import irregular
 from paceline.planner.published import PublishedRun
 
 Array = npt.NDArray[np.float64]
@@ -41,6 +42,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "network_efficiency": (0.05, 1.0),
     "data_network": (0.05, 1.5),
     "tensor_gather_us": (0.1, 500.0),
+    "ring_step_us": (0.01, 50.0),
     "launch_us": (5.0, 4000.0),
     "call_us": (1.0, 500.0),
     "wide_call_us": (1.0, 10000.0),
@@ -76,6 +78,7 @@ START: Mapping[str, float] = {
     "network_efficiency": 0.5,
     "data_network": 1.0,
     "tensor_gather_us": 10.0,
+    "ring_step_us": 5.0,
     "launch_us": 500.0,
     "call_us": 20.0,
     "wide_call_us": 300.0,
@@ -94,7 +97,8 @@ START: Mapping[str, float] = {
     "send_exposed": 0.5,
     "jitter": 0.005,
     "kept_hidden": 4.0,
-    "logit_bytes": 12.0,
+    "kept_beside": 1.0,
+    "kept_gathered": 1.0,
     "framework_gib": 1.0,
 }
 """Where every fit of every framework starts: round numbers, so that no fit begins at what other rows have taught."""
@@ -111,6 +115,8 @@ class Recipe:
     memory: tuple[str, ...] = ()
     cap: float = float("inf")
     """A row counts for no more than this log ratio: tables with runs that other causes slowed down."""
+    regular: bool = False
+    """Fitted without rows that `planner/irregular.py` finds; judged with them."""
 
 
 RECIPES: tuple[Recipe, ...] = (
@@ -129,10 +135,11 @@ RECIPES: tuple[Recipe, ...] = (
         time=(
             "gemm_efficiency", "hbm_efficiency", "attention_efficiency", "launch_us", "call_us", "wide_call_us",
             "far_loss", "call_launch_us", "crowded_call_us", "nvlink_efficiency", "network_efficiency",
-            "data_network", "tensor_gather_us", "gradient_overlap", "step_latency_ms",
+            "data_network", "tensor_gather_us", "ring_step_us", "gradient_overlap", "step_latency_ms",
         ),
-        memory=("kept_hidden", "logit_bytes", "framework_gib"),
+        memory=("kept_beside", "kept_gathered", "framework_gib"),
         cap=0.6,
+        regular=True,
     ),
     Recipe(
         profile="llm_foundry",
@@ -311,7 +318,7 @@ def left_out(
     demand, units = demands(runs, profile), memory_units(runs, profile)
     times = np.array([run.step_seconds or np.nan for run in runs])
     memory = np.array([run.memory_bytes or np.nan for run in runs])
-    trusted = np.array([not run.secondary for run in runs])
+    trusted = _trusted(runs, recipe)
     weights = source_weights(runs)
     found = LeftOut(seconds=np.full(len(runs), np.nan), memory_bytes=np.full(len(runs), np.nan))
     for group in sorted(set(groups)):
@@ -330,6 +337,12 @@ def left_out(
     return found
 
 
+def _trusted(runs: Sequence[PublishedRun], recipe: Recipe) -> npt.NDArray[np.bool_]:
+    """What may be fitted on."""
+    unlike = irregular(runs) if recipe.regular else set()
+    return np.array([not run.secondary and run.id not in unlike for run in runs])
+
+
 def neutral(profile: Profile, recipe: Recipe) -> Profile:
     """With every number that is fitted at `START`."""
     numbers: dict[str, Any] = {name: START[name] for name in (*recipe.time, *recipe.memory)}
@@ -339,12 +352,13 @@ def neutral(profile: Profile, recipe: Recipe) -> Profile:
 def fit_all(runs: Sequence[PublishedRun], profile: Profile, recipe: Recipe, *, steps: int = 2000) -> Profile:
     """On every run: the profile to ship. Never judged on these."""
     profile = neutral(profile, recipe)
-    timed = [run for run in runs if run.step_seconds and not run.secondary]
+    runs = [run for run, trusted in zip(runs, _trusted(runs, recipe), strict=True) if trusted]
+    timed = [run for run in runs if run.step_seconds]
     fitted = fit_times(
         profile, recipe.time, demands(timed, profile), np.array([run.step_seconds for run in timed], dtype=np.float64),
         source_weights(timed), cap=recipe.cap, rounds=3, steps=steps,
     )  # fmt: skip
-    sized = [run for run in runs if run.memory_bytes and not run.secondary]
+    sized = [run for run in runs if run.memory_bytes]
     if recipe.memory and len(sized) > len(recipe.memory):
         measured = np.array([run.memory_bytes for run in sized], dtype=np.float64)
         fitted = fit_memory(fitted, recipe.memory, memory_units(sized, profile), measured)

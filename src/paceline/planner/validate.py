@@ -22,6 +22,7 @@ from paceline.costs.footprint import memory_by_stage
 from paceline.costs.profiles import Profile, find_profile
 from paceline.costs.step import fits, predict, rank_layers
 from paceline.planner.fitting import RECIPES, LeftOut, Recipe, left_out
+from paceline.planner.irregular import irregular
 from paceline.planner.published import NotScored, PublishedRun
 
 GIB = 2.0**30
@@ -296,27 +297,6 @@ def _fit(scored: Sequence[Scored]) -> Fit | None:
         others=len(others),
         others_flagged=sum(not one.predicted_fits for one in others),
     )
-
-
-# ---- rows unlike their like
-
-
-def irregular(runs: Sequence[PublishedRun], times: float = 3.0) -> set[str]:
-    """Ids of runs that something outside of their layout slowed down, as measurements alone show; no prediction used.
-
-    A run whose time for one micro-batch's way through a pipeline, t / (m + p - 1), is more than ``times`` that of a
-    run of the same source with the same model, tp, pp and micro-batch (other data parallelism or ZeRO stage, which do
-    not change that work).
-    """
-    slots: dict[tuple[object, ...], list[tuple[float, str]]] = {}
-    for run in runs:
-        if run.step_seconds is None:
-            continue
-        work = run.workload
-        slot = run.step_seconds / (work.micro_batches(run.cluster.gpus) + work.pp - 1)
-        key = (run.source.key, run.model_name, run.cluster.gpu.name, work.tp, work.pp, work.micro_batch_size)
-        slots.setdefault((*key, work.seq_len, work.precision, work.recompute), []).append((slot, run.id))
-    return {name for found in slots.values() for slot, name in found if slot > times * min(found)[0]}
 
 
 # ---- the report
