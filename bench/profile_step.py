@@ -5,7 +5,8 @@
 
 Runs the trainer's own step on synthetic data and prints on rank 0: milliseconds by kind, the largest kernels of each
 kind, and the gaps in which no kernel ran, with what ran before and after them. Kernels run on several streams, so the
-parts sum to more than the step; `exposed` is NCCL time during which no other kernel ran.
+parts sum to more than the step; `exposed` is NCCL time during which no other kernel ran. With --mark-head what head and
+loss launch, both ways, is a kind of its own: a kernel that nothing else launches marks where they begin and end.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.config.load import load_recipe
+from paceline.kernels.cross_entropy import HeadLoss
 from paceline.report.console import make_console, print_table
 from paceline.report.table import table
 from paceline.runtime.device import choose_device, device_name, synchronize, versions
@@ -33,8 +36,10 @@ from paceline.training.setup import build_parts, rates
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl"),
+    ("head and loss", r"^head: "),
     ("products of experts", r"expert_(product|weight)|GroupProblemShape|grouped_mm|grouped_gemm"),
-    ("routing and rows of experts", r"_expert_|topk|radix|bitonic|sort"),
+    ("routing", r"_expert_(rank|place)|topk|radix|bitonic|sort|fused\w*softmax"),
+    ("rows of experts", r"_expert_"),
     ("attention", r"flash|fmha|cudnn.*sdpa|attention|sm90_xmma.*fprop|cudnn_generated"),
     ("matrix products", r"gemm|nvjet|cutlass|cublas|sm90_.*mma"),
     ("optimizer", r"adam|multi_tensor|lpnorm|foreach"),
@@ -43,6 +48,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("elementwise and reductions", r""),
 )
 """Name, and what a kernel's name contains; the first that fits."""
+MARK, HEAD = "erfinv", "head: "
+"""Of the kernel that marks the head, what its name contains; how kernels of the head are named then."""
 LARGEST, NAME = 6, 110
 """Kernels of a kind that are listed; characters of a name."""
 LAUNCH = 20e-6
@@ -57,6 +64,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--steps", type=int, default=4, help="steps before the profiled one")
+    parser.add_argument("--mark-head", action="store_true", help="head and loss are a kind of their own")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, ["data.train=synthetic", *arguments.overrides])
@@ -64,6 +72,8 @@ def main() -> None:
     device = choose_device(info, recipe.config.cluster.device)
     with process_group(info, device, timeout_seconds=timedelta(minutes=10).total_seconds()):
         parts = build_parts(recipe.config, recipe.registry, info, device)
+        for stage in parts.stages if arguments.mark_head else ():
+            stage.head_loss = MarkedHeadLoss(stage.head_loss, device)
         samples = (arguments.steps + 2) * recipe.config.train.global_batch_size
         datasets = open_datasets(recipe.config, recipe.registry, train_samples=samples)
         feed = Feed.open(datasets.train, recipe.config, parts.mesh, device, start_sample=0)
@@ -79,7 +89,7 @@ def main() -> None:
         wall = time.perf_counter() - began
         feed.close()
         if info.is_main:
-            result = summarize(kernels(profiler, device), wall)
+            result = summarize(name_head(kernels(profiler, device)), wall)
             train = recipe.config.train
             tokens = train.global_batch_size * train.seq_len / info.world_size
             result |= {
@@ -91,6 +101,33 @@ def main() -> None:
             show(result)
             if arguments.out:
                 arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+class MarkedHeadLoss:
+    """A head's loss between two marks. Its gradients are computed with it, so both ways lie between them."""
+
+    def __init__(self, plain: HeadLoss, device: torch.device) -> None:
+        self._plain, self._zero = plain, torch.zeros((), device=device)
+
+    def __call__(
+        self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        self._zero.erfinv_()  # of 0: 0
+        found = self._plain(hidden_NC, weight_VC, labels_N, logit_softcap=logit_softcap)
+        self._zero.erfinv_()
+        return found
+
+
+def name_head(events: Iterable[Event]) -> list[Event]:
+    """Kernels between two marks get `HEAD` before their names, communication aside; the marks are left out."""
+    found: list[Event] = []
+    inside = False
+    for name, start, end in sorted(events, key=lambda event: event[1]):
+        if MARK in name:
+            inside = not inside
+        else:
+            found.append((HEAD + name if inside and kind_of(name) != "communication" else name, start, end))
+    return found
 
 
 def kernels(profiler: profile, device: torch.device) -> list[Event]:

@@ -46,11 +46,27 @@ def test_kernels_of_experts_are_apart() -> None:
     names = {
         "_expert_product_kernel": "products of experts",
         "void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>": "products of experts",
-        "_expert_combine_kernel": "routing and rows of experts",
-        "void at::native::sbtopk::gatherTopK<float, ...>": "routing and rows of experts",
+        "_expert_combine_kernel": "rows of experts",
+        "_expert_rank_kernel": "routing",
+        "triton_red_fused__softmax_topk_3": "routing",
+        "void at::native::sbtopk::gatherTopK<float, ...>": "routing",
         "nvjet_hsh_128x256": "matrix products",
     }
     assert {name: profile_step.kind_of(name) for name in names} == names
+
+
+def test_what_lies_between_marks_is_the_head() -> None:
+    events = [
+        ("nvjet_gemm", 0.0, 1 * MS),
+        ("erfinv_kernel_cuda", 1.0 * MS, 1.001 * MS),
+        ("nvjet_gemm", 2 * MS, 4 * MS),
+        ("nccl_reduce_scatter", 3 * MS, 5 * MS),
+        ("erfinv_kernel_cuda", 5 * MS, 5.001 * MS),
+        ("nvjet_gemm", 6 * MS, 7 * MS),
+    ]
+    found = profile_step.summarize(profile_step.name_head(events), 8 * MS)
+    assert found["by_kind_ms"] == pytest.approx({"communication": 2.0, "head and loss": 2.0, "matrix products": 2.0})
+    assert profile_step.name_head(events[:1]) == events[:1]
 
 
 def test_no_kernels_at_all() -> None:
