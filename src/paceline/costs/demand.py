@@ -117,6 +117,8 @@ class Demand:
     """1: optimizer states are sharded."""
     optimizer_bytes: Number
     """Seconds at HBM's rate of one update on the fullest rank."""
+    optimizer_fused: Number
+    """1: in one kernel that reads gradients as they are."""
     host_down: Number
     """Offloaded: gradients to host memory, once a step, seconds at PCIe's rate; ..."""
     host_up: Number

@@ -149,7 +149,8 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
         "pp_communication": sends,
         "dp_communication": dp,
         "bubble": bubble,
-        "optimizer": d.optimizer_bytes / p.optimizer_efficiency,
+        "optimizer": d.optimizer_bytes
+        / _where(d.optimizer_fused > 0, p.fused_optimizer_efficiency, p.optimizer_efficiency),
         "offload": offload,
         "overhead": m * p.micro_batch_ms * 1e-3
         + p.step_ms * 1e-3

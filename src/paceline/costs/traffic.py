@@ -164,7 +164,22 @@ def data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[flo
         "dp_tensors": float(work.zero in (1, 2)) * 7 * fullest * math.log2(max(1, shards)),
         "sharded": float(sharded),
         "zero": float(work.zero > 0),
-        "optimizer_bytes": 30.0 * updated * hbm * (work.offload == "none"),
+        "optimizer_bytes": _update_bytes(work) * updated * hbm * (work.offload == "none"),
+        "optimizer_fused": float(work.reads_any_gradient),
         **_host(work, cluster, updated),
-        "accumulate": (dense_here + experts_here) * 10.0 * hbm,
+        "accumulate": (dense_here + experts_here) * _accumulate_bytes(work) * hbm,
     }
+
+
+def _update_bytes(work: Workload) -> float:
+    """Read and written for a parameter by an update: masters, moments, weights, and gradients twice (norm, update)."""
+    if not work.reads_any_gradient:
+        return 30.0
+    return 26.0 + 2 * (2.0 if work.accumulate_bf16 else 4.0)
+
+
+def _accumulate_bytes(work: Workload) -> float:
+    """For a parameter and micro-batch, to add its gradient to the sum. Where the product does it, it reads the sum and
+    writes that in place of a gradient."""
+    of_sum = 2.0 if work.accumulate_bf16 else 4.0
+    return 2 * of_sum - 2.0 if work.fused_weight_gradients else 2 * of_sum + 2.0
