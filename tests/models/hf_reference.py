@@ -31,8 +31,8 @@ class Family:
         default=lambda w, c: rename_llama(w, c)
     )
 
-    def build(self, seed: int = 0) -> tuple[nn.Module, Transformer]:
-        """The reference with random weights everywhere (norms and biases too), and our model with the same."""
+    def reference(self, seed: int = 0) -> nn.Module:
+        """The reference alone, with random weights everywhere (norms and biases too)."""
         import transformers
 
         torch.manual_seed(seed)
@@ -42,6 +42,11 @@ class Family:
         reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=self.hf_attention)
         reference = reference.float().eval()
         randomize(reference)
+        return reference
+
+    def build(self, seed: int = 0) -> tuple[nn.Module, Transformer]:
+        """The reference, and our model with the same weights."""
+        reference = self.reference(seed)
         model = Transformer(ModelConfig(vocab_size=VOCAB, **self.ours)).eval()
         model.init_weights(seed)
         with torch.no_grad():

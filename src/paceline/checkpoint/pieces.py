@@ -30,6 +30,16 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    def common(self, other: Box) -> Box | None:
+        """What lies in both; None if nothing does."""
+        starts = tuple(max(pair) for pair in zip(self.offsets, other.offsets, strict=True))
+        ends = (
+            min(start + size, begin + length)
+            for start, size, begin, length in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(offsets=starts, sizes=sizes) if all(size > 0 for size in sizes) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:

@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.chunks import ChunkReader
 from paceline.checkpoint.locate import find_checkpoint
-from paceline.checkpoint.pieces import Box, Piece, ShardedValue
+from paceline.checkpoint.pieces import Box, ShardedValue
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint, load_into
 from paceline.errors import CheckpointError
@@ -28,6 +29,9 @@ class WeightSource(Protocol):
 
     def shapes(self) -> Mapping[str, torch.Size]:
         """Name -> global shape of everything there is."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which it is stored."""
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A part of a tensor (None: all of it) in host memory, in the dtype of the source."""
@@ -53,24 +57,23 @@ class CheckpointSource:
 
     def __init__(self, path: Path | Checkpoint, *, ranks: Ranks | None = None) -> None:
         self.checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path, ranks=ranks)
-        self._saved = self.checkpoint.tensors()
+        self._reader = ChunkReader(self.checkpoint.folder, self.checkpoint.metadata())
 
     def shapes(self) -> dict[str, torch.Size]:
-        return {name.removeprefix(MODEL): saved.size for name, saved in self._saved.items() if name.startswith(MODEL)}
+        saved = self._reader.shapes()
+        return {name.removeprefix(MODEL): shape for name, shape in saved.items() if name.startswith(MODEL)}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(MODEL + name)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        saved = self._saved[MODEL + name]
-        box = box or Box(offsets=(0,) * len(saved.size), sizes=tuple(saved.size))
-        tensor = torch.empty(box.sizes, dtype=saved.properties.dtype)
-        piece = Piece(offsets=box.offsets, tensor=tensor)
-        value = ShardedValue(global_shape=saved.size, dtype=tensor.dtype, pieces=(piece,))
-        load_into(self.checkpoint, {MODEL + name: value}, ignore=("",))
-        return tensor
+        shape = self._reader.tensors[MODEL + name].size
+        return self._reader.read(MODEL + name, box or Box(offsets=(0,) * len(shape), sizes=tuple(shape)))
 
     def fill(self, into: Mapping[str, ShardedValue], *, ignore: Sequence[str] = ()) -> None:
         """As the function ``fill``, in one pass over the files; here every weight of the checkpoint must be wanted,
         except names that begin with one of ``ignore``."""
-        others = [name for name in self._saved if not name.startswith(MODEL)]
+        others = [name for name in self._reader.tensors if not name.startswith(MODEL)]
         others += [MODEL + prefix for prefix in ignore]
         load_into(self.checkpoint, {MODEL + name: value for name, value in into.items()}, ignore=others)
 

@@ -18,7 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-VERBS = ("train", "plan", "data", "generate", "bench")
+VERBS = ("train", "plan", "data", "convert", "generate", "bench")
 
 
 def _print_version(asked: bool) -> None:
@@ -70,6 +70,10 @@ def _register(verbs: tuple[str, ...]) -> None:
         from paceline.cli.data import app as data_app
 
         app.add_typer(data_app, name="data")
+    if "convert" in verbs:
+        from paceline.cli.convert import command as convert_command
+
+        app.command("convert")(convert_command)
     if "generate" in verbs:
         from paceline.cli.generate import command
 

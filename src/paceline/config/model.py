@@ -280,6 +280,11 @@ class ModelConfig(Section):
         return self.ffn_size or 4 * self.hidden_size
 
     @property
+    def expert_ffn_size(self) -> int:
+        """Width of one expert."""
+        return self.moe.ffn_size or self.dense_ffn_size
+
+    @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated; 0 without RoPE."""
         if self.position != "rope":
@@ -338,7 +343,7 @@ class ModelConfig(Section):
         )
 
     def _moe(self) -> MoESpec:
-        expert_size = self.moe.ffn_size or self.dense_ffn_size
+        expert_size = self.expert_ffn_size
         shared_size = self.moe.num_shared_experts * (self.moe.shared_ffn_size or expert_size)
         return MoESpec(
             hidden_size=self.hidden_size,

@@ -1,0 +1,140 @@
+"""`paceline convert`: models from and to other programs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from paceline.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from paceline.interop.convert import Options
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A Hugging Face folder, or a Paceline run or checkpoint."),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The new folder; it must not exist.")],
+    to: Annotated[str, typer.Option("--to", help="hf or paceline. Left out: hf from ours, paceline from others.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16.")] = "keep",
+    family: Annotated[
+        str, typer.Option("--family", help="model_type of a Hugging Face folder, where several could hold the model.")
+    ] = "",
+    vocab_size: Annotated[
+        int, typer.Option("--vocab-size", help="Keep so many rows of the vocabulary: without those that pad it.")
+    ] = 0,
+    shard_gb: Annotated[
+        float, typer.Option("--shard-gb", min=0.001, help="Largest weight file of a Hugging Face folder, in GB.")
+    ] = 5.0,
+    ignore_key: Annotated[
+        list[str] | None,
+        typer.Option("--ignore-key", metavar="NAME", help="A key of config.json that has no effect. May be repeated."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run both sides on the same tokens and print the largest logit difference.")
+    ] = False,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="0 = one a core, at most 8.")] = 0,
+) -> None:
+    """Convert a model: `paceline convert hub-folder checkpoint`.
+
+    What SRC is, is found out. Weights go through block by block, so memory does
+    not limit the size; DST appears when it is complete. Tokenizer, chat template
+    and generation settings go along.
+
+    [bold]From the hub, into training[/bold] (or train from the folder itself, model.init_from):
+      paceline convert Qwen3-0.6B qwen-start --check
+
+    [bold]A trained run, for vLLM or Transformers[/bold]:
+      paceline convert runs/my my-model --dtype bf16
+
+    """
+    from paceline.interop.convert import DTYPES, Options, refuse_existing
+    from paceline.interop.convert import convert as run
+    from paceline.interop.sources import FORMATS, cut_vocabulary, open_source
+    from paceline.report.console import make_console
+    from paceline.report.units import gib
+
+    if to and to not in FORMATS:
+        raise ConfigError(f"--to {to} is unknown", next_step=f"Take {', '.join(FORMATS)}.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is unknown", next_step=f"Take {', '.join(DTYPES)}.")
+    refuse_existing(target)
+    ignored = tuple(ignore_key or ())
+    opened = open_source(source, ignore_keys=ignored)
+    if vocab_size:
+        opened = cut_vocabulary(opened, vocab_size)
+    wanted = to or ("hf" if opened.format == "paceline" else "paceline")
+    options = Options(
+        to=cast(Any, wanted),
+        model_type=family,
+        dtype=cast(Any, dtype),
+        shard_bytes=int(shard_gb * 1e9),
+        threads=threads,
+        ignore_keys=ignored,
+    )
+    console = make_console(stderr=True)
+    for note in opened.notes:
+        console.print(note, soft_wrap=True, markup=False)
+    began = time.perf_counter()
+    with _Bar(f"{opened.format} -> {wanted}") as bar:
+        done = run(opened, target, options, bar)
+    seconds = time.perf_counter() - began
+    typer.echo(
+        f"{target}: {done.num_tensors} tensors, {gib(done.num_bytes)}, in {seconds:.1f} s "
+        f"({done.num_bytes / seconds / 1e9:.2f} GB/s)"
+    )
+    if check:
+        _check(source, target, options)
+
+
+def _check(source: Path, target: Path, options: Options) -> None:
+    from paceline.interop.compare import compare
+    from paceline.interop.convert import DTYPES
+
+    found = compare(source, target, ignore_keys=options.ignore_keys, rounded=DTYPES[options.dtype])
+    typer.echo(
+        f"largest logit difference: {found.largest_difference:.3g} (logits up to {found.largest_logit:.3g}; "
+        f"run by {found.ran_by[0]} and {found.ran_by[1]}, fp32)"
+    )
+    if not found.is_close:
+        raise CheckpointError(
+            f"{source} and {target} do not say the same",
+            evidence=f"Their logits differ by up to {found.largest_difference:.3g}.",
+            next_step="Do not use the converted model, and tell us of it with its config.json.",
+        )
+
+
+class _Bar:
+    """A progress bar on standard error, in bytes; nothing where that is no terminal."""
+
+    def __init__(self, what: str) -> None:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        from paceline.report.console import make_console
+
+        console = make_console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task(what, total=None)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start(self, total_bytes: int) -> None:
+        self._progress.update(self._task, total=total_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        self._progress.advance(self._task, num_bytes)
+
+
+command = convert

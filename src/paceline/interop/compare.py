@@ -1,0 +1,112 @@
+"""Do two folders give the same logits for the same tokens?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
+from paceline.interop.sources import Opened, open_source
+from paceline.models.transformer import Transformer
+
+TOKENS = (2, 64)
+"""Sequences and tokens of each that are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The largest difference of two sets of logits, and how large the logits are."""
+
+    largest_difference: float
+    largest_logit: float
+    ran_by: tuple[str, str]
+    """Which program computed each side."""
+
+    @property
+    def is_close(self) -> bool:
+        """1e-4 of the largest logit: fp32 sums in another order stay far below it, another layout far above."""
+        return self.largest_difference <= 1e-4 * max(1.0, self.largest_logit)
+
+
+def compare(
+    one: Path,
+    other: Path,
+    *,
+    ignore_keys: tuple[str, ...] = (),
+    rounded: torch.dtype | None = None,
+) -> Comparison:
+    """Runs both in fp32 on the CPU, one after the other, on tokens that both have.
+
+    A Hugging Face folder is run by Transformers where that is installed: then the two sides share no code.
+
+    Args:
+        rounded: the dtype that the weights of one side were converted to: those of both are rounded to it first.
+    """
+    sides = [open_source(path, ignore_keys=ignore_keys) for path in (one, other)]
+    rows = min(side.model.vocab_size for side in sides)
+    length = min(TOKENS[1], *(side.model.max_seq_len for side in sides))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(rows, (TOKENS[0], length), generator=generator)
+    (first, by_first), (second, by_second) = (logits_of(side, tokens, rounded) for side in sides)
+    first, second = first[..., :rows], second[..., :rows]
+    return Comparison(
+        largest_difference=float((first - second).abs().max()),
+        largest_logit=float(first.abs().max()),
+        ran_by=(by_first, by_second),
+    )
+
+
+def logits_of(side: Opened, tokens: Tensor, rounded: torch.dtype | None = None) -> tuple[Tensor, str]:
+    """[B, T, V] in fp32, and the program that computed them."""
+    if side.format == "hf" and find_spec("transformers") is not None:
+        return _by_transformers(side.path, tokens, rounded), "transformers"
+    model = plain_model(side, torch.float32)
+    _round(model, rounded)
+    with torch.inference_mode():
+        logits = model(tokens).logits
+    assert logits is not None
+    return logits, "paceline"
+
+
+def plain_model(side: Opened, dtype: torch.dtype, device: torch.device | None = None) -> Transformer:
+    """The model on one device, in evaluation mode, without multi-token prediction."""
+    config = side.model.model_copy(update={"mtp_layers": 0})
+    model = Transformer(config, dtype=dtype, device="meta")
+    model.to_empty(device=device or torch.device("cpu"))
+    model.reset_buffers()
+    kept = model.state_dict().keys()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in kept:
+                tensor.copy_(side.weights.read(name))
+    return model.eval()
+
+
+@torch.no_grad()
+def _round(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """What a conversion to ``dtype`` does to parameters; buffers are not converted."""
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+def _by_transformers(path: Path, tokens: Tensor, rounded: torch.dtype | None) -> Tensor:
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Transformers cannot load {path}",
+            evidence=str(error),
+            next_step="The folder was converted; the comparison alone failed.",
+        ) from error
+    _round(model, rounded)
+    with torch.inference_mode():
+        return model.eval()(input_ids=tokens).logits.float()

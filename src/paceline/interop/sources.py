@@ -1,0 +1,193 @@
+"""What is in this folder, and how are its weights read under our names?"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.locate import find_checkpoint, step_folders
+from paceline.checkpoint.pieces import Box
+from paceline.checkpoint.weights import CheckpointSource, WeightSource
+from paceline.config.hub import is_hub_folder
+from paceline.config.load import validate
+from paceline.config.model import ModelConfig
+from paceline.config.run import RunConfig
+from paceline.errors import CheckpointError, ConfigError
+from paceline.interop.hf import open_hub
+from paceline.interop.hf_links import model_shapes
+from paceline.interop.links import whole
+from paceline.interop.sidecars import FOLDER, read_template, sidecars_in
+
+Format = Literal["hf", "paceline"]
+FORMATS: tuple[Format, ...] = ("hf", "paceline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model in some format, ready to be read under our names."""
+
+    format: Format
+    path: Path
+    model: ModelConfig
+    weights: WeightSource
+    sidecars: Mapping[str, Path] = field(default_factory=dict)
+    template: dict[str, Any] | None = None
+    """The `config.json` that the model came with, if it came with one."""
+    recipe: RunConfig | None = None
+    """Of a run."""
+    step: int = 0
+    notes: tuple[str, ...] = ()
+    """What a person should know of it."""
+
+
+def detect(path: Path) -> Format:
+    """Which format a folder has.
+
+    Raises:
+        CheckpointError: it is none that can be read; the reason is told where the kind is known.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}", next_step="Look at the path.")
+    if (path / manifests.NAME).is_file() or step_folders(path / "checkpoints") or step_folders(path):
+        return "paceline"
+    if is_hub_folder(path):
+        return "hf"
+    raise CheckpointError(f"{path} holds no model that can be read", evidence=_seen(path), next_step=_KINDS)
+
+
+_KINDS = "A Hugging Face folder has config.json and .safetensors, a Paceline run has checkpoints/."
+
+
+def _seen(path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        return "It is a PEFT adapter: only what was trained beside a model. Whole models are converted."
+    if (path / "config.json").is_file():
+        return "Its config.json names no model_type."
+    if list(path.glob("*.safetensors"))[:1]:
+        return "It has safetensors files, but no config.json that says what they are."
+    names = sorted(entry.name for entry in path.iterdir())
+    return f"It has {', '.join(names[:6])}{' ...' if len(names) > 6 else '.'}" if names else "It is empty."
+
+
+def open_source(path: Path, *, ignore_keys: Iterable[str] = ()) -> Opened:
+    """Opens a folder of any format that is known.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot be read, is damaged, or is a model that ours cannot be.
+    """
+    kind = detect(path)
+    if kind == "hf":
+        return _open_hf(path, ignore_keys)
+    return open_paceline(path)
+
+
+def _open_hf(path: Path, ignore_keys: Iterable[str]) -> Opened:
+    hub = open_hub(path, ignore_keys=ignore_keys)
+    return Opened(
+        format="hf",
+        path=path,
+        model=hub.model,
+        weights=hub.weights,
+        sidecars=sidecars_in(path),
+        template=hub.config,
+        notes=hub.notes,
+    )
+
+
+def open_paceline(path: Path) -> Opened:
+    """The newest whole checkpoint of a run, or one checkpoint."""
+    checkpoint = find_checkpoint(path)
+    folder = checkpoint.folder
+    try:
+        recipe = validate(tomllib.loads(checkpoint.recipe()))
+    except (OSError, tomllib.TOMLDecodeError, ConfigError) as error:
+        raise CheckpointError(
+            f"The recipe in {folder} cannot be read.",
+            evidence=str(error),
+            next_step="Use the version of paceline that wrote it (`versions` in its state.json).",
+        ) from error
+    weights = CheckpointSource(checkpoint)
+    _account(folder, recipe.model, weights)
+    run = folder.parent.parent
+    places = [folder / FOLDER, run / FOLDER, run / "tokenizer"]
+    if recipe.model.init_from and is_hub_folder(recipe.model.init_from):
+        places.append(Path(recipe.model.init_from))
+    sidecars = sidecars_in(*places)
+    return Opened(
+        format="paceline",
+        path=folder,
+        model=recipe.model,
+        weights=weights,
+        sidecars=sidecars,
+        template=read_template(sidecars),
+        recipe=recipe,
+        step=checkpoint.step,
+    )
+
+
+def _account(folder: Path, model: ModelConfig, weights: CheckpointSource) -> None:
+    wanted, found = model_shapes(model), weights.shapes()
+    problems = [f"missing: {name}" for name in wanted.keys() - found.keys()]
+    problems += [f"unexpected: {name}" for name in found.keys() - wanted.keys()]
+    problems += [
+        f"shape: {name} is {list(found[name])} there, {list(shape)} by its recipe"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"The weights in {folder} are not those of its recipe: {len(problems)} differences.",
+            evidence="\n  ".join(sorted(problems)[:20]),
+            next_step="Use another checkpoint of the run.",
+        )
+
+
+# ---- a model with fewer words
+
+
+class _Cut:
+    """A source without the last rows of its vocabulary."""
+
+    def __init__(self, inner: WeightSource, names: Iterable[str], rows: int) -> None:
+        self._inner = inner
+        self._names = frozenset(names)
+        self._rows = rows
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {
+            name: torch.Size((self._rows, *shape[1:])) if name in self._names else shape
+            for name, shape in self._inner.shapes().items()
+        }
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._inner.dtype(name)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        return self._inner.read(name, box or whole(self.shapes()[name]))
+
+
+def cut_vocabulary(opened: Opened, rows: int) -> Opened:
+    """The same model with the first ``rows`` of its vocabulary: without what pads it.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    have = opened.model.vocab_size
+    if not 2 <= rows <= have:
+        raise ConfigError(
+            f"--vocab-size {rows} is not between 2 and the model's vocabulary of {have}",
+            next_step="Rows can be left out, not added.",
+        )
+    if rows == have:
+        return opened
+    model = opened.model.model_copy(update={"vocab_size": rows})
+    weights = _Cut(opened.weights, ("embed.weight", "head.weight"), rows)
+    note = f"{have - rows} rows of the vocabulary are left out: {have} become {rows}."
+    return replace(opened, model=model, weights=weights, notes=(*opened.notes, note))

@@ -1,0 +1,89 @@
+"""The verb as a user types it, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from paceline.cli.convert import convert
+from paceline.errors import CheckpointError, ConfigError
+from tests.interop import hub_folders as hub
+
+app = typer.Typer()
+app.command()(convert)
+runner = CliRunner()
+
+
+def call(*arguments: object) -> str:
+    result = runner.invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_format_is_found_and_both_sides_are_compared(tmp_path: Path) -> None:
+    source = hub.save("qwen3_moe", tmp_path / "hf")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    output = call(source, tmp_path / "ours", "--check")
+    assert "25 tensors" in output and "run by transformers and paceline, fp32" in output
+    output = call(tmp_path / "ours", tmp_path / "back", "--check", "--dtype", "bf16", "--shard-gb", "0.001")
+    assert "largest logit difference" in output
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"} <= names
+
+
+def test_a_model_that_says_something_else_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hub.save("llama", tmp_path / "hf")
+    from paceline.interop import hf_names
+
+    swapped = dict(hf_names.LLAMA)
+    up, gate = (f"blocks.{{i}}.feed_forward.{name}_proj.{{w}}" for name in ("up", "gate"))
+    swapped[up], swapped[gate] = swapped[gate], swapped[up]
+    monkeypatch.setitem(hf_names.TABLES, "llama", swapped)
+    with pytest.raises(CheckpointError, match="do not say the same"):
+        call(source, tmp_path / "ours", "--check")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "gguf"], "--to gguf is unknown"),
+        (["--dtype", "int4"], "--dtype int4 is unknown"),
+        (["--family", "bloom", "--to", "hf"], "model_type = 'bloom'"),
+        (["--vocab-size", "500"], "--vocab-size 500 is not between 2 and the model's vocabulary of 101"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: list[str], message: str, tmp_path: Path) -> None:
+    source = hub.save("llama", tmp_path / "hf")
+    with pytest.raises(ConfigError, match=message):
+        call(source, tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_has_no_effect_can_be_passed_over(tmp_path: Path) -> None:
+    source = hub.save("llama", tmp_path / "hf")
+    hub.change_config(source, my_note="made on a Monday")
+    with pytest.raises(ConfigError, match="my_note"):
+        call(source, tmp_path / "out")
+    call(source, tmp_path / "out", "--ignore-key", "my_note")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "It is empty"),
+        ({"adapter_config.json": "{}"}, "PEFT adapter"),
+        ({"a.txt": "", "b.txt": ""}, "It has a.txt, b.txt"),
+        ({"config.json": "{}"}, "names no model_type"),
+    ],
+)
+def test_folders_that_hold_no_model(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        call(tmp_path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        call(tmp_path / "nowhere", tmp_path / "out")
