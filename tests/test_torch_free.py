@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 ROOMS = (
     *("errors.py", "report", "config", "costs", "planner", "explain", "launch", "observe/telemetry"),
-    *("doctor/environment", "doctor/variables", "doctor/topology", "doctor/nccl"),
+    *("doctor/environment", "doctor/variables", "doctor/topology", "doctor/nccl", "doctor/hardware"),
 )
 FILES = (
     "observe/events.py",
@@ -17,6 +17,7 @@ FILES = (
     "observe/hooks.py",
     "observe/health.py",
     "doctor/config.py",
+    "doctor/software.py",
     "runtime/launcher.py",
 )
 
