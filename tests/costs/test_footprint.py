@@ -36,6 +36,8 @@ def cluster(gpus: int) -> Cluster:
         ("llama3_8b", 8, {"recompute": "selective", "accumulate_dtype": "bf16"}),
         ("llama3_1b", 4, {"cp": 2}),
         ("qwen3_30b_a3b", 16, {"ep": 8}),
+        ("qwen3_30b_a3b", 16, {"ep": 8, "expert_kernels": "triton"}),
+        ("qwen3_moe_12l", 1, {"expert_kernels": "grouped", "compile": False}),
         ("llama3_8b", 8, {"compile": False}),
         ("llama3_8b", 4, {"compile": False, "pp": 4, "pipeline_schedule": "zbv", "stages_per_rank": 2}),
         (

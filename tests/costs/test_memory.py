@@ -25,6 +25,8 @@ from paceline.costs.memory import MemoryEstimate, estimate, estimate_pipeline, i
 from paceline.costs.parameters import Holdings, count_boxes, model_shapes, rank_parameters
 from paceline.costs.pipeline import schedule
 from paceline.costs.stages import cut_stages, stages_of_rank
+from paceline.kernels.experts import GROUPED
+from paceline.models.moe import Experts
 from paceline.models.transformer import Transformer
 from paceline.optim.groups import parameter_kind
 
@@ -96,9 +98,13 @@ def test_moments_by_optimizer() -> None:
     assert moment_bytes(_config(optim={"name": "adamw8bit"}).optim, N, 0) == pytest.approx(2.03 * N, rel=1e-2)
 
 
-def _saved_bytes(model: ModelConfig, tokens: int) -> int:
+def _saved_bytes(model: ModelConfig, tokens: int, *, expert_kernels: bool = False) -> int:
     """Bytes of the tensors that a built block keeps for its backward pass, weights and rotary tables left out."""
     built = Transformer(model, dtype=torch.bfloat16)
+    if expert_kernels:
+        for module in built.modules():
+            if isinstance(module, Experts):
+                module.kernels = GROUPED
     built.init_weights(seed=0)
     cos_sin = built.rope(torch.arange(tokens)[None]) if built.rope is not None else None
     ours = {p.untyped_storage().data_ptr() for p in [*built.parameters(), *(cos_sin or ())]}
@@ -135,6 +141,20 @@ def test_activations_are_what_autograd_keeps(options: dict[str, Any]) -> None:
     block = model.blocks()[0]
     expected = 128 * block_activations(model, block, _config(model))
     assert _saved_bytes(model, 128) == pytest.approx(expected, rel=0.12 if block.is_moe else 0.01)
+
+
+def test_experts_with_kernels_keep_no_copies_of_tokens() -> None:
+    model = ModelConfig(
+        num_layers=1, hidden_size=256, num_heads=8, norm="layernorm", num_experts=8, top_k=4, activation="swiglu",
+        moe=MoEConfig(ffn_size=256),
+    )  # fmt: skip
+    block = model.blocks()[0]
+    plain = 128 * block_activations(model, block, _config(model))
+    expected = 128 * block_activations(model, block, _config(model, parallel={"expert_kernels": "grouped"}))
+    assert plain - expected >= 128 * 2 * 4 * (
+        256 + 3 * 256
+    )  # of four experts a token: the row, and three of five widths
+    assert _saved_bytes(model, 128, expert_kernels=True) == pytest.approx(expected, rel=0.03)
 
 
 def test_llama3_8b_block_is_34_hidden_states_when_compiled() -> None:

@@ -117,8 +117,10 @@ def recomputed_activations(block: BlockSpec, mode: str, config: RunConfig, all_b
     feed_forward = block.feed_forward
     if isinstance(feed_forward, MoESpec):
         inputs = 2 if feed_forward.expert.gated else 1
-        rows = config.parallel.etp * feed_forward.hidden_size
-        saved += width * feed_forward.top_k * (inputs * feed_forward.expert.ffn_size + rows)
+        saved += width * feed_forward.top_k * inputs * feed_forward.expert.ffn_size
+        # outputs of each row, or, of our kernels, of each token
+        rows = feed_forward.top_k * config.parallel.etp if config.parallel.expert_kernels == "plain" else 1
+        saved += width * rows * feed_forward.hidden_size
         if feed_forward.shared is not None:
             saved += width * (2 if feed_forward.shared.gated else 1) * feed_forward.shared.ffn_size
     else:
@@ -187,9 +189,17 @@ def _mlp(spec: FeedForwardSpec, *, compiled: bool) -> int:
 
 
 def _moe(spec: MoESpec, parallel: ParallelConfig) -> _Kept:
-    """The norm before it, rows brought to the experts, the experts' MLPs with the weighted product, shared experts."""
-    expert = _mlp(spec.expert, compiled=parallel.compile) + spec.expert.ffn_size
-    routed = _Kept(cut=2 * spec.hidden_size + spec.top_k * (parallel.etp * spec.hidden_size + expert))
+    """The norm before it, rows brought to the experts, the experts' MLPs with the weighted product, shared experts.
+
+    Our kernels keep the tokens as they came, from however many ranks, and what the first products make of each row
+    (kernels/experts.py)."""
+    rows, expert = spec.top_k * parallel.etp, _mlp(spec.expert, compiled=parallel.compile) + spec.expert.ffn_size
+    if parallel.expert_kernels != "plain":
+        expert = (2 if spec.expert.gated else 1) * spec.expert.ffn_size
+        rows = 0
+        if parallel.ep * parallel.etp > 1:
+            rows = parallel.etp * (parallel.ep if parallel.expert_dispatch == "all_gather" else spec.top_k)
+    routed = _Kept(cut=2 * spec.hidden_size + rows * spec.hidden_size + spec.top_k * expert)
     if spec.shared is None:
         return routed
     return routed + _Kept(cut=_mlp(spec.shared, compiled=parallel.compile))

@@ -71,9 +71,10 @@ class StageMemory:
 
 
 @lru_cache(maxsize=256)
-def _widths(model: ModelConfig) -> tuple[float, float, float, float, bool]:
-    """Of an average layer: heads' width, MLP width a token (experts: times top-k), rows' width, heads, gated."""
-    heads = ffn = rows = number = 0.0
+def _widths(model: ModelConfig) -> tuple[float, float, float, float, float, bool]:
+    """Of an average layer: heads' width, width of the MLP and of shared experts, of experts times top-k, rows' width,
+    heads, gated."""
+    heads = ffn = experts = rows = number = 0.0
     gated = True
     for block, count in block_groups(model):
         spec = block.attention
@@ -84,7 +85,7 @@ def _widths(model: ModelConfig) -> tuple[float, float, float, float, bool]:
         number += count * spec.num_heads
         feed_forward = block.feed_forward
         if isinstance(feed_forward, MoESpec):
-            ffn += count * feed_forward.top_k * feed_forward.expert.ffn_size
+            experts += count * feed_forward.top_k * feed_forward.expert.ffn_size
             rows += count * 2 * feed_forward.top_k * feed_forward.hidden_size
             if feed_forward.shared is not None:
                 ffn += count * feed_forward.shared.ffn_size
@@ -93,7 +94,7 @@ def _widths(model: ModelConfig) -> tuple[float, float, float, float, bool]:
             ffn += count * feed_forward.ffn_size
             gated = feed_forward.gated
     layers = model.num_layers + model.mtp_layers
-    return heads / layers, ffn / layers, rows / layers, number / layers, gated
+    return heads / layers, ffn / layers, experts / layers, rows / layers, number / layers, gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,9 @@ def linear_bytes(
     micro_batches = work.micro_batches(cluster.gpus)
     states = _states(work, held, profile, micro_batches)
     tokens = work.micro_batch_size * work.seq_len / work.cp
-    heads, ffn, rows, _, gated = _widths(work.model)
+    heads, ffn, experts, rows, number, gated = _widths(work.model)
+    if work.fused_experts:  # two of three tensors, and rows only of other ranks
+        experts, rows = experts * 2 / 3, rows / 2 if work.ep * work.etp > 1 else 0.0
     along = work.tp if work.sequence_parallel else 1
     in_flight = _layers_in_flight(work, layers_by_rank, micro_batches, rank)
     width = 4.0 if work.precision == "fp32" else 2.0
@@ -169,16 +172,16 @@ def linear_bytes(
     inputs = hidden / along * in_flight if work.recompute == "full" else 0.0
     modules = set(work.recompute_modules)
     cheap = work.recompute == "selective" and work.fused_attention and modules <= {"second_linear"}
+    eager = profile.eager_ffn if gated and not (work.compile or cheap or modules) else 1.0
+    ffn = ffn * eager + experts * (1.0 if work.fused_experts else eager)
     ffn_bytes = width * tokens * ffn / work.tp * (1 if gated else 2 / 3)
     if modules & {"mlp", "moe"}:
         ffn_bytes *= 0.1
     elif modules & {"moe_act"} or cheap:
         ffn_bytes *= 2 / 3
-    elif gated and not work.compile:
-        ffn_bytes *= profile.eager_ffn
     scores = 0.0
     if not work.fused_attention and work.recompute != "selective":
-        scores = 5.0 * tokens * work.seq_len * _widths(work.model)[3] / work.tp * full
+        scores = 5.0 * tokens * work.seq_len * number / work.tp * full
     if profile.keeps_eight_bits and work.precision in ("fp8", "mxfp8", "nvfp4"):
         # inputs of linears: a norm's output of its two tensors, one of five widths of heads, the product of three
         hidden, heads, ffn_bytes = 0.75 * hidden, 0.9 * heads, ffn_bytes * 5 / 6

@@ -132,7 +132,8 @@ def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: 
     layer.expert_gemm_backward += here * one.gemm_backward
     layer.cast_elements += here * one.cast_elements
     layer.activation_elements += here * one.activation_elements
-    moved = 8 * rows * spec.hidden_size  # permute, send, receive, and back with the weighted sum
+    # permute, send, receive, and back with the weighted sum; in kernels of their own a copy, and the sum
+    moved = (4 if work.fused_experts else 8) * rows * spec.hidden_size
     layer.expert_elements_forward += here * one.elements_forward + moved
     layer.expert_elements_backward += here * one.elements_backward + moved
     # about 10 kernels an expert, of the 60 of a dense layer

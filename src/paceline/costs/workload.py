@@ -75,6 +75,8 @@ class Workload:
     """Products add weight gradients to the sums themselves."""
     one_kernel_an_expert: bool = False
     """Experts one after the other, with kernels of their own, in place of grouped products."""
+    fused_experts: bool = False
+    """Rows are copied, activated and summed by kernels that keep no copies (`parallel.expert_kernels`)."""
     fp8_weight_cache: bool = False
     fp8_rowwise: bool = False
     """A scale for each row of a product instead of one for a tensor."""
@@ -118,6 +120,7 @@ class Workload:
             reduce_bf16=parallel.reduce_dtype == "bf16",
             fused_weight_gradients=parallel.adds_weight_gradients,
             one_kernel_an_expert=config.model.is_moe and parallel.expert_kernels == "plain",
+            fused_experts=config.model.is_moe and parallel.expert_kernels != "plain",
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
             fp8_weight_cache=train.precision == "fp8" and train.fp8_weight_cache and parallel.zero <= 1,
         )
