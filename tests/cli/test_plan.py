@@ -242,7 +242,7 @@ def test_a_trace_is_written(tmp_path: Path) -> None:
 
 def test_what_is_tight_for_the_dry_run_is_tight_here() -> None:
     recipe = (str(RECIPES / "llama3_8b.toml"), "--gpus", "64", "--gpu", "H100-80")
-    batch = ("--set", "train.global_batch_size=512", "--only", "zero=1,recompute=none")
+    batch = ("--set", "train.global_batch_size=512", "--only", "zero=1,recompute=none,pipeline_schedule=1f1b")
     for one in _json(*recipe, *batch, "--top", "5"):
         assert one["fits"] and one["tight"] == (one["memory_gib"] > 0.8 * 0.985 * 80)
     shown = plan(*recipe, *batch).stdout
