@@ -11,7 +11,8 @@ from paceline.doctor.software import Software, _cudnn, judge_software, read_soft
 from paceline.report.finding import Finding
 
 GOOD: dict[str, Any] = {
-    "driver": "580.82.07", "driver_cuda": "13.0", "torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "cudnn": "9.19.0",
+    "driver": "580.82.07", "driver_cuda": "13.0", "torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9",
+    "cudnn": "9.19.0",
     "packages": {"triton": "3.6.0", "nvidia-nccl-cu13": "2.28.9"},
     "wanted": {"triton": "3.6.0", "nvidia-nccl-cu13": "2.28.9"},
     "capability": (9, 0), "flash_attention_4": True, "compiler": True,

@@ -38,7 +38,9 @@ _GPU = """
   </gpu>"""
 
 _HEALTHY = {
-    "name": "NVIDIA H200", "persistence": "Enabled", "mig": "Disabled", "gen": 5, "width": 16, "used": 4, "ecc": "Enabled", "errors": 0,
+    "name": "NVIDIA H200", "persistence": "Enabled", "mig": "Disabled", "gen": 5, "width": 16, "used": 4,
+    "ecc": "Enabled",
+    "errors": 0,
     "pending": "No", "clock": 345, "thermal": "Not Active", "power": "75.20", "limit": "700.00", "processes": "",
 }  # fmt: skip
 
