@@ -71,6 +71,9 @@ class Bench:
     """Whether a job runs beside others; what measures speed has the machine to itself."""
     may_share_gpu: bool = False
     """Whether its page knows of ranks that shared a GPU."""
+    runs_on_cpu: bool = False
+    """Whether jobs of one process mean something without a GPU."""
+    longest: float = LONGEST
     one_gpu: Bench | None = None
     """What `--one-gpu` runs instead: jobs of one process each, and results of their own."""
 
@@ -339,8 +342,9 @@ def measure(bench: Bench, jobs: Sequence[Job], results: Results, options: argpar
         # stable; what was never tried first, what failed last
         todo.sort(key=lambda job: (job.key in results.entries, "failed" in results.entries.get(job.key, {})))
         if not options.tiny:
-            left_out = [job.key for job in todo if gpus_of(job, options) > gpus]
-            todo = [job for job in todo if gpus_of(job, options) <= gpus]
+            places = gpus or int(bench.runs_on_cpu)
+            left_out = [job.key for job in todo if gpus_of(job, options) > places]
+            todo = [job for job in todo if gpus_of(job, options) <= places]
             if left_out:
                 print(f"left out on {gpus} GPUs: {', '.join(left_out)}", flush=True)
             too_large = [job.key for job in todo if is_shared(job, options) and not job.fits_shared]
