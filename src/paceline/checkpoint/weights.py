@@ -1,12 +1,13 @@
 """Where do weights come from, and where can they go, other than a run's own resume?
 
 The seam between a model and files of any format: a source gives named tensors by slice, so that each rank reads only
-its part; a sink takes each rank's pieces. ``training`` sees these two and no format.
+its part; an export is handed each rank's pieces. ``training`` sees these two and no format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.pieces import Box, ShardedValue
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint, load_into
+from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError
 
 MODEL = "model/"
@@ -37,13 +39,43 @@ class WeightSource(Protocol):
         """A part of a tensor (None: all of it) in host memory, in the dtype of the source."""
 
 
-class WeightSink(Protocol):
-    """Takes a model's weights in another format. Every rank hands over its pieces, in the same order of names."""
+COMPANIONS = "hub"
+"""Folder, in a checkpoint or run folder, of the files that go along with weights of other programs: tokenizer, chat
+template, generation settings, the config that a model came with."""
 
-    def write(self, name: str, value: ShardedValue) -> None: ...
 
-    def close(self) -> None:
-        """Everything has been handed over: the result may be completed and made visible."""
+@dataclass(frozen=True, kw_only=True)
+class ForeignWeights:
+    """Weights of another program, under our names."""
+
+    weights: WeightSource
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Name -> path of what goes along with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportJob:
+    """What a run hands over to be written in another format. Collective: every rank gives its own pieces."""
+
+    folder: Path
+    """Where to; it is not there yet, and appears when it is complete."""
+    model: ModelConfig
+    values: Mapping[str, ShardedValue]
+    """This rank's part of the main weights and buffers, as `Engine.weights` gives them."""
+    dtype: torch.dtype
+    files: Mapping[str, Path]
+    """Name -> path of what goes along with the weights; rank 0 reads them."""
+    ranks: Ranks
+
+
+def companions(*folders: Path) -> dict[str, Path]:
+    """The files in the folders `COMPANIONS` of runs and checkpoints; the first that has a name wins."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        inside = folder / COMPANIONS
+        for path in sorted(inside.iterdir()) if inside.is_dir() else ():
+            found.setdefault(path.name, path)
+    return found
 
 
 class CheckpointSource:

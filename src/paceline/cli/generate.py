@@ -12,6 +12,9 @@ import typer
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
     from paceline.generate.decode import DecodeParams
     from paceline.generate.load import Speaker
 
@@ -22,7 +25,8 @@ def generate(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_CHECKPOINT", help="A run folder (its newest whole checkpoint) or one checkpoint."
+            metavar="RUN_OR_MODEL",
+            help="A run folder (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.",
         ),
     ],
     prompt: Annotated[
@@ -78,9 +82,8 @@ def generate(
     kind = _device_kind(device)
 
     from paceline.generate.decode import DecodeParams
-    from paceline.generate.load import load_speaker
     from paceline.generate.sample import SamplingParams
-    from paceline.report.console import make_console, print_findings
+    from paceline.report.console import make_console
     from paceline.runtime.device import choose_device
     from paceline.runtime.process import ProcessInfo
 
@@ -88,12 +91,7 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     console = make_console(stderr=True)
-    speaker = load_speaker(
-        source,
-        device=choose_device(ProcessInfo(), kind),
-        tokenizer=tokenizer,
-        report=lambda finding: print_findings(console, [finding]),
-    )
+    speaker = _speaker(source, choose_device(ProcessInfo(), kind), tokenizer, console)
     params = DecodeParams(
         max_tokens=max_tokens,
         sampling=sampling,
@@ -106,6 +104,20 @@ def generate(
         _stream(speaker, repeated[0], params)
     else:
         _print_all(speaker, repeated, params, as_json)
+
+
+def _speaker(source: Path, device: torch.device, tokenizer: str, console: Console) -> Speaker:
+    from paceline.config.hub import is_hub_folder
+    from paceline.generate.load import load_speaker
+    from paceline.report.console import print_findings
+
+    if is_hub_folder(source):
+        from paceline.interop.speak import load_hub_speaker
+
+        return load_hub_speaker(source, device=device, tokenizer=tokenizer)
+    return load_speaker(
+        source, device=device, tokenizer=tokenizer, report=lambda finding: print_findings(console, [finding])
+    )
 
 
 def _device_kind(text: str) -> _DeviceKind:
@@ -147,7 +159,7 @@ def _print_all(speaker: Speaker, prompts: list[str], params: DecodeParams, as_js
 
     for number, completion in enumerate(generate_text(speaker.model, speaker.tokenizer, prompts, params), start=1):
         if as_json:
-            line = {**asdict(completion), "step": speaker.checkpoint.step}
+            line = {**asdict(completion), "step": speaker.step}
             typer.echo(json.dumps(line, ensure_ascii=False))
             continue
         typer.echo(f"--- {number} of {len(prompts)} ---")

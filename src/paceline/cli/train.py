@@ -90,8 +90,10 @@ def train(
 
 def _run(recipe: Recipe, info: ProcessInfo) -> int:
     from paceline.cli.summary import print_summary
+    from paceline.interop import formats
     from paceline.training.run import run_recipe
 
+    formats.register(recipe.registry)
     code = run_recipe(recipe, info)
     if info.is_main:
         print_summary(recipe.config.run.folder)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.config.asked import Asked, error
+from paceline.config.hub import config_of
 from paceline.config.idle import idle_options
 from paceline.config.layout import batch, layout_errors
 from paceline.config.locality import locality
@@ -130,6 +131,7 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
                 "Nothing reads it yet, so it would change nothing.",
                 f"Leave {section}.{name} out.",
             )
+    yield from _export(config, registry)
     kinds = ["pretrain", *registry.tasks]
     if config.task.kind not in kinds:
         yield error(
@@ -138,6 +140,25 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
             f"This version and its plugins know: {', '.join(kinds)}.",
             "Set task.kind = 'pretrain', or register the task in a plugin (run.plugins).",
         )
+
+
+def _export(config: RunConfig, registry: Registry) -> Iterator[Finding]:
+    """What cannot be written at the end is refused at the beginning."""
+    name = config.checkpoint.export
+    if not name or (name in registry.exports and name != "hf"):
+        return
+    if name != "hf":
+        yield error(
+            "config.export",
+            f"checkpoint.export = {name!r} is not a format that can be written",
+            f"This version and its plugins know: {', '.join(dict.fromkeys(['hf', *registry.exports]))}.",
+            "Set checkpoint.export = 'hf', or leave it out.",
+        )
+        return
+    try:
+        config_of(config.model)
+    except ConfigError as problem:
+        yield error("config.export", f"checkpoint.export = 'hf': {problem.subject}", problem.evidence, "Leave it out.")
 
 
 def _zero(config: RunConfig, world_size: int) -> Iterator[Finding]:

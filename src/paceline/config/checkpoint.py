@@ -24,6 +24,11 @@ class CheckpointConfig(Section):
     """Save at the end of the run."""
     async_save: bool = True
     """Write in the background; the step only waits for the copy to host memory."""
+    export: str = ""
+    """Also write the weights for other programs, into `exports/` of the run folder, from any layout: `hf` is a Hugging
+    Face folder, in the precision of training. Empty = no."""
+    export_interval: int = Field(0, ge=0)
+    """Export every so many steps; 0 = at the end of the run only."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on from the newest whole checkpoint of the run folder, if there is one."""
     allow_change: Several[Change] = ()

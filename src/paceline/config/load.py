@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from paceline.config.asked import show
+from paceline.config.origin import expand_origin
 from paceline.config.plugins import Registry, load_plugins
 from paceline.config.presets import preset
 from paceline.config.run import RunConfig
@@ -71,7 +72,7 @@ def resolve(tables: Tables, overrides: Sequence[str] = ()) -> Recipe:
         tables = merge(tables, parse_override(override))
     _refuse_non_tables(tables)
     registry = load_plugins(_plugin_names(tables))
-    return Recipe(config=validate(_expand_preset(tables, registry)), registry=registry)
+    return Recipe(config=validate(expand_origin(_expand_preset(tables, registry))), registry=registry)
 
 
 def read_tables(path: Path, above: tuple[Path, ...] = ()) -> Tables:

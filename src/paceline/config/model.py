@@ -159,7 +159,8 @@ class ModelConfig(Section):
     preset: str = ""
     """A named published shape, such as `llama3_8b`; `paceline train --presets` lists them."""
     init_from: str = ""
-    """Start from these weights: the run folder or checkpoint folder of an earlier run. Empty = random."""
+    """Start from these weights: a Hugging Face folder, a run folder or a checkpoint. Fields of `[model]` that are not
+    given, and have no preset, are those of the weights. Empty = random."""
 
     num_layers: int = Field(4, ge=1, le=10_000)
     """Blocks of the decoder."""

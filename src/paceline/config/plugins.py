@@ -35,6 +35,8 @@ class Registry:
     tasks: dict[str, Callable[..., Any]] = field(default_factory=dict)
     data_sources: dict[str, Callable[..., Any]] = field(default_factory=dict)
     hooks: list[Callable[..., Any]] = field(default_factory=list)
+    weight_sources: list[Callable[..., Any]] = field(default_factory=list)
+    exports: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def preset(self, name: str, fields: Mapping[str, Any]) -> None:
         """Makes ``model.preset = name`` mean these fields of the `[model]` section."""
@@ -51,6 +53,15 @@ class Registry:
     def hook(self, factory: Callable[..., Any]) -> None:
         """Adds the hook that ``factory(config)`` returns (see `observe/hooks.py`) to the run."""
         self.hooks.append(factory)
+
+    def weight_source(self, factory: Callable[..., Any]) -> None:
+        """Lets ``model.init_from`` name what ``factory(path, model)`` can read: it returns `ForeignWeights`, or None
+        where the path is of another kind (see `checkpoint/weights.py`)."""
+        self.weight_sources.append(factory)
+
+    def export(self, name: str, function: Callable[..., Any]) -> None:
+        """Makes ``checkpoint.export = name`` call ``function(ExportJob)`` (see `checkpoint/weights.py`)."""
+        self._add(self.exports, "export", name, function)
 
     def _add(self, table: dict[str, Any], what: str, name: str, value: Any) -> None:
         if name in table:

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.checkpoint.locate import Report, find_checkpoint
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.checkpoint.store import Checkpoint
-from paceline.checkpoint.weights import CheckpointSource
+from paceline.checkpoint.weights import CheckpointSource, companions
 from paceline.config.load import validate
 from paceline.config.run import RunConfig
 from paceline.data.sidecar import read_sidecar
@@ -28,8 +28,14 @@ class Speaker:
 
     model: Transformer
     tokenizer: Tokenizer
-    checkpoint: Checkpoint
     config: RunConfig
+    checkpoint: Checkpoint | None = None
+    """None where the weights are of another program."""
+
+    @property
+    def step(self) -> int:
+        """Of the run that the weights are from; 0 where there is none."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
 
 def load_speaker(path: Path, *, device: torch.device, tokenizer: str = "", report: Report | None = None) -> Speaker:
@@ -49,15 +55,24 @@ def load_speaker(path: Path, *, device: torch.device, tokenizer: str = "", repor
     checkpoint = find_checkpoint(path, report=report)
     config = _recipe(checkpoint)
     found = load_tokenizer(tokenizer or _tokenizer_of(checkpoint, config))
-    if found.vocab_size > config.model.vocab_size:
+    refuse_tokenizer(found, config.model.vocab_size)
+    model = load_model(checkpoint, config, device=device, dtype=speaking_dtype(device))
+    return Speaker(model=model, tokenizer=found, checkpoint=checkpoint, config=config)
+
+
+def refuse_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ConfigError where it has more ids than the model."""
+    if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"the tokenizer {found.name} has {found.vocab_size} ids, the model's vocabulary {config.model.vocab_size}",
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {vocab_size}",
             evidence="It is not the tokenizer that the model was trained with.",
             next_step="Give that one: --tokenizer PATH.",
         )
-    dtype = torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
-    model = load_model(checkpoint, config, device=device, dtype=dtype)
-    return Speaker(model=model, tokenizer=found, checkpoint=checkpoint, config=config)
+
+
+def speaking_dtype(device: torch.device) -> torch.dtype:
+    """bf16 on GPUs that compute in it, fp32 elsewhere."""
+    return torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
 
 
 def load_model(checkpoint: Checkpoint, config: RunConfig, *, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -90,12 +105,18 @@ def _recipe(checkpoint: Checkpoint) -> RunConfig:
 
 
 def _tokenizer_of(checkpoint: Checkpoint, config: RunConfig) -> str:
-    """The copy in the run folder, else what the recipe names, else what the dataset's description names."""
-    for run_folder in (checkpoint.folder.parent.parent, checkpoint.folder):
+    """The copy in the run folder, else the one that came with the first weights, else what the recipe names, else what
+    the dataset's description names."""
+    folders = (checkpoint.folder.parent.parent, checkpoint.folder)
+    for run_folder in folders:
         kept = run_folder / "tokenizer"
         files = sorted(file for file in kept.iterdir() if file.suffix in (".json", ".model")) if kept.is_dir() else []
         if files:
             return str(files[0])
+    came_along = companions(*folders)
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if name in came_along:
+            return str(came_along[name])
     if config.data.tokenizer:
         return config.data.tokenizer
     train = config.data.train

@@ -23,14 +23,14 @@ from paceline.checkpoint.files import sync_folder
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.state import TrainState
 from paceline.checkpoint.streamed import write_streamed
-from paceline.checkpoint.weights import MODEL
+from paceline.checkpoint.weights import COMPANIONS, MODEL
 from paceline.config.load import dump_recipe
 from paceline.config.run import RunConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.hf_links import model_shapes
 from paceline.interop.hf_write import SHARD_BYTES, HubWriter, cast_dtypes, plan_hub
 from paceline.interop.links import blocks
-from paceline.interop.sidecars import FOLDER, read_sidecars
+from paceline.interop.sidecars import read_sidecars
 from paceline.interop.sources import Format, Opened
 from paceline.report import units
 from paceline.runtime.device import versions
@@ -201,6 +201,6 @@ def _write_paceline(
         read,
         state=TrainState(step=opened.step, versions=versions()),
         recipe=dump_recipe(recipe),
-        files={f"{FOLDER}/{name}": data for name, data in read_sidecars(opened.sidecars).items()},
+        files={f"{COMPANIONS}/{name}": data for name, data in read_sidecars(opened.sidecars).items()},
         threads=options.num_threads,
     )

@@ -199,10 +199,11 @@ def whole(shape: torch.Size) -> Box:
 
 def blocks(shape: torch.Size, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
     """A tensor cut into boxes of at most about ``limit_bytes``, along its first dims."""
-    yield from _cut(whole(shape), item_bytes, limit_bytes)
+    yield from cut(whole(shape), item_bytes, limit_bytes)
 
 
-def _cut(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
+def cut(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
+    """As ``blocks``, of a part of a tensor."""
     size = math.prod(box.sizes) * item_bytes
     dim = next((dim for dim, length in enumerate(box.sizes) if length > 1), None)
     if size <= limit_bytes or dim is None:
@@ -213,7 +214,7 @@ def _cut(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
         offsets, sizes = list(box.offsets), list(box.sizes)
         offsets[dim] += start
         sizes[dim] = min(rows, box.sizes[dim] - start)
-        yield from _cut(Box(offsets=tuple(offsets), sizes=tuple(sizes)), item_bytes, limit_bytes)
+        yield from cut(Box(offsets=tuple(offsets), sizes=tuple(sizes)), item_bytes, limit_bytes)
 
 
 def _place(value: Tensor, box: Box, part: Box) -> Tensor:

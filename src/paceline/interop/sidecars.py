@@ -1,6 +1,6 @@
 """The files beside the weights: tokenizer, chat template, generation settings, and the config that a model came with.
 
-A Paceline checkpoint keeps them in ``hub/``, and so does a run that began from a hub folder.
+Checkpoints that were converted, and runs that began from other weights, keep them in their folder ``hub/``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from typing import Any
 from paceline.config.hub import CONFIG, config_of, differences, is_hub_folder, model_of, read_config
 from paceline.config.model import ModelConfig
 from paceline.errors import ConfigError
-
-FOLDER = "hub"
-"""In a checkpoint or run folder."""
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 OTHERS = (

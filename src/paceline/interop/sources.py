@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.locate import find_checkpoint, step_folders
 from paceline.checkpoint.pieces import Box
-from paceline.checkpoint.weights import CheckpointSource, WeightSource
+from paceline.checkpoint.weights import COMPANIONS, CheckpointSource, WeightSource
 from paceline.config.hub import is_hub_folder
 from paceline.config.load import validate
 from paceline.config.model import ModelConfig
@@ -23,7 +23,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.hf import open_hub
 from paceline.interop.hf_links import model_shapes
 from paceline.interop.links import whole
-from paceline.interop.sidecars import FOLDER, read_template, sidecars_in
+from paceline.interop.sidecars import read_template, sidecars_in
 
 Format = Literal["hf", "paceline"]
 FORMATS: tuple[Format, ...] = ("hf", "paceline")
@@ -116,7 +116,7 @@ def open_paceline(path: Path) -> Opened:
     weights = CheckpointSource(checkpoint)
     _account(folder, recipe.model, weights)
     run = folder.parent.parent
-    places = [folder / FOLDER, run / FOLDER, run / "tokenizer"]
+    places = [folder / COMPANIONS, run / COMPANIONS, run / "tokenizer"]
     if recipe.model.init_from and is_hub_folder(recipe.model.init_from):
         places.append(Path(recipe.model.init_from))
     sidecars = sidecars_in(*places)

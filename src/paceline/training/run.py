@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint
-from paceline.checkpoint.weights import CheckpointSource
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, dump_recipe
 from paceline.config.run import RunConfig
@@ -37,6 +35,7 @@ from paceline.runtime.seed import seed_all, set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
 from paceline.training.feed import Feed, open_datasets, samples_needed
+from paceline.training.foreign import Exporter, load_initial
 from paceline.training.persist import RunSaver, restore
 from paceline.training.recording import build_recorder
 from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
@@ -206,8 +205,7 @@ class _Run:
             log.info("going on from %s", checkpoint.folder)
             self._phase("checkpoint")
         elif self.config.model.init_from:
-            CheckpointSource(Path(self.config.model.init_from), ranks=self.ranks).fill(parts.engine.weights())
-            parts.engine.publish_weights()
+            load_initial(parts, self.registry, self.folder.path, self.ranks)
             log.info("weights from %s; optimizer, schedule and data start anew", self.config.model.init_from)
             self._phase("weights")
 
@@ -248,6 +246,7 @@ class _Run:
             feed=feed,
             meter=build_meter(parts, tokens_before=progress.tokens, skipped_before=progress.skipped_steps),
             saver=saver,
+            exporter=Exporter(parts, self.registry, self.folder.path, self.ranks),
             manager=self.manager,
             hooks=hooks,
             evaluator=self._evaluator(parts, datasets),

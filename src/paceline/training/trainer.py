@@ -50,6 +50,16 @@ class Saver(Protocol):
         """Starts to write a checkpoint of the current state; returns when the state may change again."""
 
 
+class Exporter(Protocol):
+    """Where weights for other programs go; `training/foreign.py` has the real one."""
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether to export after ``step``; ``last`` is the end of the run."""
+
+    def export(self, step: int) -> None:
+        """Writes the current weights; returns when they are written."""
+
+
 class Trainer:
     """Runs the steps of one start of a run.
 
@@ -64,6 +74,7 @@ class Trainer:
         feed: Feed,
         meter: Meter,
         saver: Saver,
+        exporter: Exporter | None = None,
         manager: CheckpointManager,
         hooks: Hooks,
         evaluator: Evaluator | None,
@@ -78,6 +89,7 @@ class Trainer:
         self.feed = feed
         self.meter = meter
         self.saver = saver
+        self.exporter = exporter
         self.manager = manager
         self.hooks = hooks
         self.evaluator = evaluator
@@ -103,25 +115,27 @@ class Trainer:
         self.step.train()
         self._stop = stop
         self.meter.start()
-        try:
-            reason = self._run_steps(stop)
-        finally:
-            self.phases.end()
+        with self.collection:
+            try:
+                reason = self._run_steps(stop)
+            finally:
+                self.phases.end()
         if reason or self.config.checkpoint.save_last:
             self._save_last()
+        if not reason:
+            self._export(last=True)
         return reason
 
     def _run_steps(self, stop: StopRequest) -> str:
-        with self.collection:
-            while self.progress.step < self.config.train.steps:
-                self._one_step()
-                self.phases.mark("sync")
-                # one vote a step: a signal, or a row of skipped steps, may be known to one rank and not yet to another
-                if any_rank(bool(stop) or self._has_failed()):
-                    self._refuse_nonfinite()
-                    if self.progress.step == self.config.train.steps:
-                        break  # a stop at the last step stops nothing
-                    return stop.reason or "another rank was asked to stop"
+        while self.progress.step < self.config.train.steps:
+            self._one_step()
+            self.phases.mark("sync")
+            # one vote a step: a signal, or a row of skipped steps, may be known to one rank and not yet to another
+            if any_rank(bool(stop) or self._has_failed()):
+                self._refuse_nonfinite()
+                if self.progress.step == self.config.train.steps:
+                    break  # a stop at the last step stops nothing
+                return stop.reason or "another rank was asked to stop"
         return ""
 
     def _save_last(self) -> None:
@@ -147,6 +161,7 @@ class Trainer:
         self.phases.mark("checkpoint")
         if self.manager.due(number):
             self._save()
+        self._export()
         self._announce_saved()
         self.phases.mark("other")
         self.hooks.on_step_end(
@@ -206,6 +221,12 @@ class Trainer:
             self.step.engine.wait_for_weights()
             self.saver.save(self.progress)
         self._saved_step = self.progress.step
+
+    def _export(self, *, last: bool = False) -> None:
+        if self.exporter is not None and self.exporter.due(self.progress.step, last=last):
+            with self.meter.excluded():
+                self.step.engine.wait_for_weights()
+                self.exporter.export(self.progress.step)
 
     def _announce_saved(self) -> None:
         """Tells the hooks of a checkpoint once it is whole on disk, which is some steps after it was begun."""

@@ -1,0 +1,62 @@
+"""`paceline generate` from a hub folder, and from what a hub folder was converted to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from typer.testing import CliRunner
+
+from paceline.cli.main import _register, app
+from paceline.errors import DataError
+from paceline.interop.convert import Options, convert
+from paceline.interop.sources import open_source
+from paceline.interop.speak import load_hub_speaker
+from tests.interop import hub_folders as hub
+
+WORDS = [chr(ord("a") + i) for i in range(26)] + ["</s>"] + [f"<{i}>" for i in range(70)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    source = hub.save("llama", tmp_path / "hf")
+    tokenizer = Tokenizer(BPE(vocab={word: i for i, word in enumerate(WORDS)}, merges=[]))
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [40, 26]}))
+    return source
+
+
+def call(*arguments: object) -> str:
+    if not any(command.name == "generate" for command in app.registered_commands):
+        _register(("generate",))
+    result = CliRunner().invoke(app, ["generate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_same_text_from_all_three(folder: Path, tmp_path: Path) -> None:
+    """And the same ids as Transformers writes, greedily."""
+    ask = ["--prompt", "bcd", "--temperature", "0", "--max-tokens", "12", "--device", "cpu", "--json"]
+    said = json.loads(call(folder, *ask))
+    convert(open_source(folder), tmp_path / "ours", Options(to="paceline"))
+    assert json.loads(call(tmp_path / "ours", *ask))["token_ids"] == said["token_ids"]
+    with torch.no_grad():
+        ids = hub.reference("llama").generate(
+            torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False, eos_token_id=40, pad_token_id=100
+        )
+    assert said["token_ids"] == [token for token in ids[0, 3:].tolist() if token != 40]
+
+
+def test_the_end_is_what_the_folder_says(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    assert load_hub_speaker(folder, device=cpu).tokenizer.eod_id == 40
+    (folder / "generation_config.json").unlink()
+    assert load_hub_speaker(folder, device=cpu).tokenizer.eod_id == 1  # of config.json
+    assert load_hub_speaker(folder, device=cpu).step == 0
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"no tokenizer.json"):
+        load_hub_speaker(folder, device=cpu)
