@@ -18,6 +18,8 @@ FILES = (
     "observe/health.py",
     "doctor/config.py",
     "doctor/software.py",
+    "doctor/examination.py",
+    "doctor/text_file.py",
     "runtime/launcher.py",
 )
 

@@ -18,7 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-VERBS = ("train", "plan", "data", "convert", "generate", "bench")
+VERBS = ("train", "plan", "doctor", "data", "convert", "generate", "bench")
 
 
 def _print_version(asked: bool) -> None:
@@ -66,6 +66,10 @@ def _register(verbs: tuple[str, ...]) -> None:
         from paceline.cli.plan import app as plan_app
 
         app.add_typer(plan_app, name="plan")
+    if "doctor" in verbs:
+        from paceline.cli.doctor import app as doctor_app
+
+        app.add_typer(doctor_app, name="doctor")
     if "data" in verbs:
         from paceline.cli.data import app as data_app
 

@@ -1,0 +1,207 @@
+"""`paceline doctor` as a user runs it: exit codes, JSON, pages, files of other machines, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.doctor import app
+from paceline.doctor.hardware import live
+from paceline.errors import PacelineError
+from tests.cli.commands import paceline
+from tests.doctor.hardware.machines import Nvml, smi
+from tests.doctor.nccl import logs
+from tests.doctor.topology import nodes
+
+ROOT = Path(__file__).parent.parent.parent
+LLAMA = str(ROOT / "recipes" / "llama3_8b.toml")
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    error: str
+
+
+def doctor(*arguments: str, stdin: str = "") -> Done:
+    found = CliRunner().invoke(app, arguments, input=stdin)
+    problem = found.exception
+    if isinstance(problem, PacelineError):
+        return Done(problem.exit_code, found.stdout, str(problem))
+    assert problem is None or isinstance(problem, SystemExit), repr(problem)
+    return Done(found.exit_code, found.stdout, found.stderr)
+
+
+def ids(done: Done) -> dict[str, dict[str, Any]]:
+    return {finding["id"]: finding for finding in json.loads(done.out)["findings"]}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "topo.txt").write_text(nodes.nvswitch())
+    (tmp_path / "pairs.txt").write_text(nodes.pairs())
+    (tmp_path / "smi.xml").write_text(smi({}, {"mig": "Enabled"}))
+    (tmp_path / "env.txt").write_text("NCCL_IB_DISABLE=1\nNCCL_SOCKET_IFNAME=lo\nPATH=/bin\n")
+    (tmp_path / "nccl.log").write_text(logs.TWO_NODES_2_27)
+    (tmp_path / "sockets.log").write_text(logs.NO_DEVICE)
+    return tmp_path
+
+
+# ---- what is looked at
+
+
+def test_a_matrix_needs_no_torch(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    done = paceline("doctor", "--topo", str(files / "topo.txt"), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "all 8 GPUs are joined by NVLink" in done.stdout and "mlx5_0 (PIX)" in done.stdout
+
+
+def test_standard_input() -> None:
+    done = doctor("--topo", "-", stdin=nodes.NCCL_1130)
+    assert done.code == 0 and "no NVLink between the 8 GPUs" in done.out
+
+
+def test_files_speak_of_another_machine(files: Path) -> None:
+    done = doctor("--topo", str(files / "topo.txt"), "--json")
+    document = json.loads(done.out)
+    assert set(document) == {"findings", "topology"}
+    assert document["topology"]["groups"] == [list(range(8))] and document["topology"]["groups_over"] == "NVLink"
+    assert document["topology"]["links"]["GPU0-GPU1"] == "NV18"
+
+
+def test_everything_of_another_machine_with_a_recipe(files: Path) -> None:
+    done = doctor(
+        LLAMA, "--set", "parallel.tp=4", "--topo", str(files / "pairs.txt"), "--env", str(files / "env.txt"),
+        "--gpus", "8", "--gpu", "H100-80", "--nodes-of", "4", "--json",
+    )  # fmt: skip
+    found = ids(done)
+    assert done.code == 1
+    assert found["topology.tp-crosses"]["severity"] == "warning"
+    assert found["env.loopback"]["severity"] == "error" and found["env.ib-disabled"]["severity"] == "warning"
+    assert "recipe.memory" in found or "recipe.refused" in found
+
+
+def test_a_preset() -> None:
+    done = doctor("llama3_8b", "--topo", "-", "--gpus", "8", "--gpu", "H100-80", "--json", stdin=nodes.nvswitch())
+    assert "recipe.first-layout" in ids(done)
+
+
+def test_smi_and_lspci(files: Path) -> None:
+    done = doctor("--smi", str(files / "smi.xml"), "--json")
+    assert done.code == 1 and ids(done)["hardware.mig"]["severity"] == "error"
+    (files / "lspci.txt").write_text("00:01.0 PCI bridge: x\n\tACSCtl: SrcValid+ ReqRedir+ CmpltRedir+\n")
+    assert "topology.acs" in ids(doctor("--lspci", str(files / "lspci.txt"), "--json"))
+
+
+# ---- this machine
+
+
+def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: Any) -> str | None:
+        return nodes.TWO_H200_IN_COLOUR if command[:2] == ("nvidia-smi", "topo") else None
+
+    monkeypatch.setattr("paceline.cli.doctor_check.look", lambda: live.look(nvml=Nvml(2), run=run))
+    done = doctor(LLAMA, "--set", "cluster.nodes=0", "--json")
+    document = json.loads(done.out)
+    assert document["gpus"][0]["name"] == "NVIDIA H200" and document["topology"]["groups"] == [[0, 1]]
+    assert "predicted" in document or "recipe.refused" in ids(done)
+    assert "hardware.throttled" in ids(done)
+
+
+def test_nvidia_smi_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "load_nvml", lambda: None)
+    found = live.look(run=lambda command: smi({}, {}) if "-q" in command else None)
+    assert len(found.cards) == 2 and found.driver == "580.82.07" and found.topology == ""
+
+
+def test_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "load_nvml", lambda: None)
+    nothing = live.look(run=lambda command: None, devices=tmp_path)
+    assert "nvidia-smi is not found" in nothing.why_not and "no /dev/nvidia0" in nothing.why_not
+    (tmp_path / "nvidia0").touch()
+    failed = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    broken = live.look(nvml=Nvml(fails="Driver Not Loaded"), run=lambda command: failed, devices=tmp_path)
+    assert "Driver Not Loaded" in broken.why_not and "may not use it" in broken.why_not
+    assert "has failed" in broken.why_not
+
+
+def test_this_machine_without_gpus() -> None:
+    done = paceline("doctor", "--json", NCCL_DEBUG="TRACE", CUDA__VISIBLE_DEVICES="0")
+    document = json.loads(done.stdout)
+    found = {finding["id"] for finding in document["findings"]}
+    assert {"hardware.no-gpu", "env.debug", "env.misspelt"} <= found
+    assert document["software"]["torch"] and document["host"]["cores"] >= 1
+
+
+def test_a_cpu_recipe_on_this_machine() -> None:
+    done = doctor(str(ROOT / "recipes" / "tiny.toml"), "--json")
+    assert done.code in (0, 1)
+    assert "recipe.no-cluster" in ids(done) and "hardware.no-gpu" in ids(done)
+
+
+# ---- logs
+
+
+def test_logs(files: Path) -> None:
+    done = doctor("nccl", str(files / "nccl.log"))
+    assert done.code == 0 and "RDMA is used between nodes" in done.out and "P2P/CUMEM" in done.out
+    both = doctor("nccl", str(files / "nccl.log"), str(files / "sockets.log"), "--json")
+    assert "nccl.sockets" in ids(both) and json.loads(both.out)["ranks"] == 4
+    assert doctor("nccl", "-", stdin=logs.NO_DEVICE).code == 0
+    assert doctor("nccl", "-", stdin=logs.SMALL_SHM).code == 1
+    card = doctor("nccl", "-", "--gpu", "NVIDIA H200", stdin="CUDA error 802 system not yet initialized\n")
+    assert "nvidia-fabricmanager" in card.out
+
+
+# ---- pages
+
+
+def test_the_page(files: Path) -> None:
+    page = files / "doctor.html"
+    done = doctor("--topo", str(files / "topo.txt"), "--smi", str(files / "smi.xml"), "--html", str(page))
+    text = page.read_text()
+    assert done.code == 1 and f"Written: {page}" in done.out
+    assert '<html lang="en">' in text and "<svg" in text and "hardware.mig" in text and "topology.groups" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert doctor("nccl", str(files / "nccl.log"), "--html", str(page)).code == 0
+    assert "nccl.channels" in page.read_text()
+
+
+# ---- bad use
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--topo", "missing.txt"), "cannot be read"),
+        (("--topo", "FOLDER"), "cannot be read"),
+        (("--topo", "BINARY"), "binary file"),
+        (("--topo", "EMPTY"), "It is empty"),
+        (("--topo", "ENV"), "no link matrix"),
+        (("--smi", "ENV"), "no output of nvidia-smi"),
+        (("--env", "EMPTY"), "sets no variable"),
+        (("--lspci", "ENV"), "no ACSCtl"),
+        (("nccl", "EMPTY"), "no line of NCCL"),
+        (("nccl", "BINARY"), "binary file"),
+        (("nccl", "missing.log"), "cannot be read"),
+        (("no_such_recipe",), "no recipe or preset"),
+        (("llama3_8b", "--gpu", "H999", "--gpus", "8"), "no GPU 'H999'"),
+        (("--topo", "TOPO", "--html", "no/such/folder/x.html"), "cannot be written"),
+    ],
+)
+def test_bad_use_is_code_2(files: Path, arguments: tuple[str, ...], says: str) -> None:
+    (files / "empty").touch()
+    (files / "binary").write_bytes(b"\x7fELF\x00\x00" * 100)
+    names = {"FOLDER": "", "BINARY": "binary", "EMPTY": "empty", "ENV": "env.txt", "TOPO": "topo.txt"}
+    done = doctor(*(str(files / names[each]) if each in names else each for each in arguments))
+    assert done.code == 2 and says in done.error
+
+
+def test_utf16_as_powershell_writes_it(files: Path) -> None:
+    (files / "wide.txt").write_bytes(nodes.NCCL_667.encode("utf-16"))
+    assert doctor("--topo", str(files / "wide.txt")).code == 0
