@@ -55,7 +55,7 @@ def test_refusals_are_of_options_not_of_sizes(generator: ModuleType) -> None:
 def test_the_layouts_of_the_guide_work() -> None:
     page = (DOCS / "parallelism.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [shlex.split(line) for line in re.findall(r"^paceline train .*$", page, flags=re.MULTILINE)]
-    assert len(commands) == 10
+    assert len(commands) == 12
     for words in commands:
         overrides = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
         recipe = load_recipe(ROOT / words[2], overrides)
