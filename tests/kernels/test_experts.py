@@ -245,7 +245,13 @@ def test_sorted_order() -> None:
 
 _TRITON = tuple(
     f"paceline.kernels.{name}"
-    for name in ("expert_order_triton", "expert_rows_triton", "expert_gemm_triton", "expert_fp8_triton")
+    for name in (
+        "expert_order_triton",
+        "expert_rows_triton",
+        "expert_gemm_triton",
+        "turned_triton",
+        "expert_fp8_triton",
+    )
 )
 
 

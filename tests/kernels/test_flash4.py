@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.kernels.attention import AttentionMask, attention_core, auto_attention, reference_attention
-from paceline.kernels.flash4 import activate_flash4, why_not_flash4
+from paceline.kernels.flash4 import why_no_flash4_here, why_not_flash4
 
 
 def _inputs(dtype: torch.dtype = torch.bfloat16, width: int = 64, keys: int = 8) -> tuple[torch.Tensor, ...]:
@@ -31,7 +31,7 @@ def test_what_it_takes() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu_it_is_auto_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert activate_flash4() == "there is no GPU"
+    assert why_no_flash4_here() == "there is no GPU"
     with caplog.at_level(logging.INFO):
         core = attention_core("flash4")
     assert core is auto_attention
@@ -42,7 +42,7 @@ def test_without_a_gpu_it_is_auto_and_says_so(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 2, 128), (4, 4, 64), (8, 8, 128), (6, 2, 96)])
 @pytest.mark.parametrize("tokens", [257, 1024])
 def test_equals_the_reference(tokens: int, heads: int, kv_heads: int, width: int) -> None:
-    if reason := activate_flash4():
+    if reason := why_no_flash4_here():
         pytest.skip(reason)
     torch.manual_seed(0)
     leaves = [

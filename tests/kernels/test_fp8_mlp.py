@@ -104,7 +104,7 @@ def test_what_is_not_finite_stays_so(poison: float, where: int) -> None:
 
 @pytest.fixture
 def interpreted() -> Iterator[ModuleType]:
-    with interpreted_modules("expert_rows_triton", "fp8_gated_triton") as (_, module):
+    with interpreted_modules("expert_rows_triton", "turned_triton", "fp8_gated_triton") as (_, _, module):
         yield module
 
 
@@ -132,7 +132,10 @@ def _check(module: ModuleType, tokens: int, width: int, function: str, device: s
         half = {E4M3: 2.0**-4, E5M2: 2.0**-3, torch.bfloat16: 2.0**-7}[dtype]
         smallest = {E4M3: 2.0**-6, E5M2: 2.0**-14, torch.bfloat16: 2.0**-20}[dtype]
         exact = wide * factor
-        assert bool(((values.float() - exact).abs() <= 1.01 * half * exact.abs().clamp(min=smallest)).all())
+        # where terms as large as the largest number cancel, what fp32 has lost of them is left
+        lost = 2.0**-20 * exact.abs().amax()
+        off = (values.float() - exact).abs() - 1.01 * half * exact.abs().clamp(min=smallest)
+        assert float(off.max()) <= lost
         assert torch.equal(turned.float(), padded_and_turned(values).float())
 
 

@@ -26,9 +26,11 @@ def check(device: str, tokens: int, width: int, outputs: int, weight_dtype: torc
     found = torch.autograd.grad(out, leaves, grad.to(device))
     assert out.dtype == torch.float32 and [value.dtype for value in found] == [torch.bfloat16, weight_dtype]
     plain = leaves[0].detach().float() @ leaves[1].detach().float().T
-    assert _error(out, expected) < 2 * _error(plain, expected) + 1e-7
+    # tensor cores add in fp32 and cut off where an FPU rounds
+    bound = 2 * _error(plain, expected) + 1e-7 if device == "cpu" else 2**-18
+    assert _error(out, expected) < bound
     assert _error(found[0], wanted[0]) < 2**-8  # rounded to bf16
-    assert _error(found[1], wanted[1]) < (2**-8 if weight_dtype == torch.bfloat16 else 1e-6)
+    assert _error(found[1], wanted[1]) < (2**-8 if weight_dtype == torch.bfloat16 else max(bound, 1e-6))
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.kernels.flash4 import activate_flash4, why_not_flash4
+from paceline.kernels.flash4 import flash4, why_no_flash4_here, why_not_flash4
 from paceline.kernels.precision import at_least_fp32
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def attention_core(kernel: AttentionKernel = "auto") -> AttentionCore:
     if kernel == "reference":
         return reference_attention
     if kernel == "flash4":
-        if not (reason := activate_flash4()):
+        if not (reason := why_no_flash4_here()):
             return flash4_attention
         _log_once(f"train.attention_kernel = 'flash4' does what 'auto' does: {reason}")
     return sdpa_attention if kernel == "sdpa" else auto_attention
@@ -132,19 +132,13 @@ def flash4_attention(
     softcap: float = 0.0,
     dropout: float = 0.0,
 ) -> Tensor:
-    """FlashAttention-4, once `activate_flash4` has put it in place, for whole causal or unmasked sequences."""
+    """FlashAttention-4 for whole causal or unmasked sequences, where `why_no_flash4_here` is empty."""
     if softcap or not mask.is_plain:
         return auto_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, softcap=softcap, dropout=dropout)
     if reason := why_not_flash4(q_BTHD, k_BSGD, v_BSGE, dropout):
         _note_fallback("cuDNN's or another kernel of torch", reason)
         return auto_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, dropout=dropout)
-    q_BHTD, k_BGTD, v_BGTE = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGE))
-    gqa = q_BTHD.shape[2] != k_BSGD.shape[2]
-    with sdpa_kernel(_FLASH_FIRST, set_priority=True):
-        o_BHTE = F.scaled_dot_product_attention(
-            q_BHTD, k_BGTD, v_BGTE, is_causal=mask.causal, scale=scale, enable_gqa=gqa
-        )
-    return o_BHTE.transpose(1, 2)
+    return flash4(q_BTHD, k_BSGD, v_BSGE, causal=mask.causal, scale=scale)
 
 
 def reference_attention(

@@ -1,20 +1,33 @@
-"""FlashAttention-4 (the package `flash-attn-4`) in the place of the flash kernel that ships in torch.
+"""FlashAttention-4 (the package `flash-attn-4`): attention for Hopper and Blackwell, written in CuTe DSL.
 
-It is written in CuTe DSL and compiled at its first use; for Hopper and Blackwell. Torch knows where to put it
-(`torch.nn.attention.activate_flash_attention_impl`, 2.11 and later), so that a compiled graph, recomputation and
-autograd see the flash kernel they know.
+It is compiled at its first use. Two operators wrap its forward and backward, so that a compiled graph, recomputation
+and autograd see them as they see attention of torch. They are called directly: torch's own adapter
+(`torch.nn.attention.activate_flash_attention_impl`) unpacks two results of the forward, and releases of the package
+give two, three or five (torch 2.11 with flash-attn-4 4.0.0b36 fails there).
+
+Dims: B batch, T tokens, H query heads, G key/value heads, D width of a head.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 WIDTHS = (64, 96, 128)
 """Of a head, that are taken: those for which all kernels exist, forward and backward, on each of the devices."""
+_INTERFACE = "flash_attn.cute.interface"
+
+
+def flash4(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """o_BTHD. For what `why_not_flash4` has nothing against, where `why_no_flash4_here` is empty."""
+    out: Tensor = _Flash4.apply(q_BTHD, k_BTGD, v_BTGD, causal, scale)
+    return out
 
 
 def why_not_flash4(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGE: Tensor, dropout: float) -> str:
@@ -31,8 +44,8 @@ def why_not_flash4(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGE: Tensor, dropout: floa
 
 
 @cache
-def activate_flash4() -> str:
-    """Makes it torch's flash kernel, for the whole process and for good; the reason if that cannot be, or nothing."""
+def why_no_flash4_here() -> str:
+    """The reason why this process has none; empty if it has."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     major, minor = torch.cuda.get_device_capability()
@@ -41,7 +54,96 @@ def activate_flash4() -> str:
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         return "the package flash-attn-4 is not installed (pip install 'flash-attn-4[cu13]')"
     try:
-        torch.nn.attention.activate_flash_attention_impl("FA4")
+        interface = _interface()
     except (AttributeError, ImportError, RuntimeError, OSError, ValueError) as error:
         return f"it does not load here ({type(error).__name__}: {error})"
-    return ""
+    lacking = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(interface, name)]
+    return f"this release of it has no {lacking[0]}" if lacking else ""
+
+
+@cache
+def _interface() -> ModuleType:
+    return importlib.import_module(_INTERFACE)
+
+
+class _Flash4(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float) -> Tensor:
+        out, lse = torch.ops.paceline.flash4.default(q_BTHD, k_BTGD, v_BTGD, causal, scale)
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        whole: Tensor = out
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = torch.ops.paceline.flash4_backward.default(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
+        return *gradients, None, None
+
+
+library.define("paceline::flash4", "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)")
+library.define(
+    "paceline::flash4_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@library.impl("paceline::flash4", "CUDA")
+def _forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _interface()._flash_attn_fwd(
+        q_BTHD, k_BTGD, v_BTGD, softmax_scale=scale, causal=causal, return_lse=True
+    )
+    return out, lse
+
+
+@library.register_fake("paceline::flash4")
+def _forward_fake(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q_BTHD.shape
+    out = q_BTHD.new_empty(B, T, H, v_BTGD.shape[-1])
+    return out, q_BTHD.new_empty(B, H, T, dtype=torch.float32)
+
+
+@library.impl("paceline::flash4_backward", "CUDA")
+def _backward(
+    grad_BTHD: Tensor,
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    out_BTHD: Tensor,
+    lse_BHT: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _interface()._flash_attn_bwd(
+        q_BTHD,
+        k_BTGD,
+        v_BTGD,
+        out_BTHD,
+        grad_BTHD,
+        lse_BHT,
+        softmax_scale=scale,
+        causal=causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    grad_q, grad_k, grad_v = (each.contiguous() for each in gradients[:3])
+    return grad_q, grad_k, grad_v
+
+
+@library.register_fake("paceline::flash4_backward")
+def _backward_fake(
+    grad_BTHD: Tensor,
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    out_BTHD: Tensor,
+    lse_BHT: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in (q_BTHD, k_BTGD, v_BTGD))
+    return q, k, v
+
+
+FORWARD_OPERATION = torch.ops.paceline.flash4.default
+"""What recomputation keeps."""

@@ -166,6 +166,8 @@ def cast_weights_both(
 def _cast_joined(parts: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from paceline.kernels import fp8_triton
 
+    if any(len(part) % 2 for part in parts[:-1]):  # two rows of one part are stored at a time
+        parts = [_joined(parts)]
     rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
     values_RC = parts[0].new_empty(rows, columns, dtype=dtype)
     turned_CP = parts[0].new_empty(columns, rows + -rows % MULTIPLE, dtype=dtype)

@@ -1,6 +1,6 @@
 """`kernels/fp8_gated.py` as kernels. Imported only where they run: Triton does not come with a CPU build of torch.
 
-Dims as there; R rows and C columns of a tile.
+Dims as there; R rows and C columns of a tile, H half its rows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.expert_rows_triton import act_slope, act_value
+from paceline.kernels.turned_triton import in_pairs, pair_rows, store_turned
 
 _ROWS, _COLUMNS = 64, 64
 """Of a tile: rows of 64 bytes in fp8 are two sectors on either side. Not tuned yet."""
@@ -65,8 +66,8 @@ def _cast(
     # tiles of columns first: neighbouring programs then read neighbouring addresses
     grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(padded, _ROWS))
     _cast_kernel[grid](
-        joined_MX, grad_MF, factor, values, turned, tokens, width, padded, function, backward, _ROWS, _COLUMNS,
-        num_warps=_WARPS,
+        joined_MX, grad_MF, factor, values, in_pairs(turned), tokens, width, padded, function, backward, _ROWS,
+        _COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -104,21 +105,12 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_both_ways(  # type: ignore[no-untyped-def]
-    value_RC, values, turned, row_R, column_C, tokens, stride, padded, inside_RC, inside_CR
-):
-    cast_RC = value_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
-    tl.store(values + row_R[:, None] * stride + column_C[None, :], cast_RC, mask=inside_RC)
-    tl.store(turned + column_C[:, None] * padded + row_R[None, :], tl.trans(cast_RC), mask=inside_CR)
-
-
-@triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
     joined,
     grad,
     factor,
     values,
-    turned,
+    pairs,
     tokens,
     width,
     padded,
@@ -127,24 +119,51 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row_R = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    even_H, odd_H = pair_rows(tl.program_id(1) * ROWS, ROWS)
     column_C = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside_RC = (row_R < tokens)[:, None] & (column_C < width)[None, :]
-    # what fills up: rows that were not loaded are zero
-    inside_CR = (column_C < width)[:, None] & (row_R < padded)[None, :]
-    at_RC = row_R[:, None] * (2 * width) + column_C[None, :]
-    gate_RC = tl.load(joined + at_RC, mask=inside_RC, other=0.0).to(tl.float32)
-    up_RC = tl.load(joined + at_RC + width, mask=inside_RC, other=0.0).to(tl.float32)
     times = tl.load(factor)
+    # what fills up: rows that were not loaded are zero
+    inside_CH = (column_C < width)[:, None] & (even_H < padded)[None, :]
     if BACKWARD:
-        grad_RC = tl.load(grad + row_R[:, None] * width + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
-        first_RC = grad_RC * up_RC * act_slope(gate_RC, FUNCTION) * times
-        second_RC = grad_RC * act_value(gate_RC, FUNCTION) * times
-        stride = 2 * width
-        _store_both_ways(first_RC, values, turned, row_R, column_C, tokens, stride, padded, inside_RC, inside_CR)
-        _store_both_ways(
-            second_RC, values, turned, row_R, column_C + width, tokens, stride, padded, inside_RC, inside_CR
-        )
+        even_HC, even_up_HC = _cast_gradients(joined, grad, values, even_H, column_C, tokens, width, times, FUNCTION)
+        odd_HC, odd_up_HC = _cast_gradients(joined, grad, values, odd_H, column_C, tokens, width, times, FUNCTION)
+        store_turned(even_HC, odd_HC, pairs, padded // 2, even_H, column_C, inside_CH)
+        store_turned(even_up_HC, odd_up_HC, pairs, padded // 2, even_H, column_C + width, inside_CH)
     else:
-        value_RC = act_value(gate_RC, FUNCTION) * up_RC * times
-        _store_both_ways(value_RC, values, turned, row_R, column_C, tokens, width, padded, inside_RC, inside_CR)
+        even_HC = _cast_products(joined, values, even_H, column_C, tokens, width, times, FUNCTION)
+        odd_HC = _cast_products(joined, values, odd_H, column_C, tokens, width, times, FUNCTION)
+        store_turned(even_HC, odd_HC, pairs, padded // 2, even_H, column_C, inside_CH)
+
+
+@triton.jit
+def _load_both(joined, row_H, column_C, tokens, width):  # type: ignore[no-untyped-def]
+    inside_HC = (row_H < tokens)[:, None] & (column_C < width)[None, :]
+    at_HC = row_H[:, None] * (2 * width) + column_C[None, :]
+    gate_HC = tl.load(joined + at_HC, mask=inside_HC, other=0.0).to(tl.float32)
+    up_HC = tl.load(joined + at_HC + width, mask=inside_HC, other=0.0).to(tl.float32)
+    return gate_HC, up_HC, inside_HC
+
+
+@triton.jit
+def _cast_products(joined, values, row_H, column_C, tokens, width, times, FUNCTION: tl.constexpr):  # type: ignore[no-untyped-def]
+    gate_HC, up_HC, inside_HC = _load_both(joined, row_H, column_C, tokens, width)
+    value_HC = act_value(gate_HC, FUNCTION) * up_HC * times
+    cast_HC = value_HC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
+    tl.store(values + row_H[:, None] * width + column_C[None, :], cast_HC, mask=inside_HC)
+    return cast_HC
+
+
+@triton.jit
+def _cast_gradients(  # type: ignore[no-untyped-def]
+    joined, grad, values, row_H, column_C, tokens, width, times, FUNCTION: tl.constexpr
+):
+    gate_HC, up_HC, inside_HC = _load_both(joined, row_H, column_C, tokens, width)
+    grad_HC = tl.load(grad + row_H[:, None] * width + column_C[None, :], mask=inside_HC, other=0.0).to(tl.float32)
+    of_gate_HC = grad_HC * up_HC * act_slope(gate_HC, FUNCTION) * times
+    of_up_HC = grad_HC * act_value(gate_HC, FUNCTION) * times
+    first_HC = of_gate_HC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
+    second_HC = of_up_HC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
+    to_HC = values + row_H[:, None] * (2 * width) + column_C[None, :]
+    tl.store(to_HC, first_HC, mask=inside_HC)
+    tl.store(to_HC + width, second_HC, mask=inside_HC)
+    return first_HC, second_HC

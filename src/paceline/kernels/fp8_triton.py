@@ -4,7 +4,7 @@ Operations of torch take 2 + 1 for the cast and 1 + 1 for the turn, one after th
 `fp8_cast.cast_rows` and `transposed`, which this equals bit for bit. Imported only where it runs: Triton does not come
 with a CPU build of torch.
 
-Dims: R rows, C columns, P rows and what fills them up.
+Dims: R rows, C columns, P rows and what fills them up, H half the rows of a tile.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from paceline.kernels.turned_triton import in_pairs, pair_rows, store_turned
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 64, 64
 """A guess: rows of 64 bytes are two sectors on either side. Not tuned yet."""
@@ -24,15 +26,16 @@ def cast_transpose(x_RC: Tensor, factor: Tensor, values_RC: Tensor, turned_CP: T
         x_RC: bf16 or fp32, contiguous along C.
         factor: fp32 scalar, a power of two that leaves all numbers within fp8's range.
         values_RC: contiguous, or rows of a larger matrix.
-        turned_CP: P at least R; contiguous along P, or columns of a larger matrix.
+        turned_CP: P at least R, and even; contiguous along P, or columns of a larger matrix.
     """
     (rows, columns), padded = x_RC.shape, turned_CP.shape[1]
     assert x_RC.stride(1) == values_RC.stride(1) == turned_CP.stride(1) == 1, "each is contiguous along its rows"
+    pairs = in_pairs(turned_CP)
     # tiles of columns first: neighbouring programs then read neighbouring addresses
     grid = (triton.cdiv(columns, _BLOCK_COLUMNS), triton.cdiv(padded, _BLOCK_ROWS))
-    strides = (x_RC.stride(0), values_RC.stride(0), turned_CP.stride(0))
+    strides = (x_RC.stride(0), values_RC.stride(0), pairs.stride(0))
     _cast_transpose_kernel[grid](
-        x_RC, factor, values_RC, turned_CP, rows, columns, padded, *strides, _BLOCK_ROWS, _BLOCK_COLUMNS
+        x_RC, factor, values_RC, pairs, rows, columns, padded, *strides, _BLOCK_ROWS, _BLOCK_COLUMNS
     )
 
 
@@ -41,22 +44,29 @@ def _cast_transpose_kernel(  # type: ignore[no-untyped-def]
     x,
     factor,
     values,
-    turned,
+    pairs,
     rows,
     columns,
     padded,
     x_stride,
     values_stride,
-    turned_stride,
+    pairs_stride,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    row_R = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    even_H, odd_H = pair_rows(tl.program_id(1) * BLOCK_R, BLOCK_R)
     column_C = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside_RC = (row_R < rows)[:, None] & (column_C < columns)[None, :]
-    x_RC = tl.load(x + row_R[:, None] * x_stride + column_C[None, :], mask=inside_RC, other=0.0)
-    cast_RC = (x_RC.to(tl.float32) * tl.load(factor)).to(values.dtype.element_ty, fp_downcast_rounding="rtne")
-    tl.store(values + row_R[:, None] * values_stride + column_C[None, :], cast_RC, mask=inside_RC)
-    turned_CR = tl.trans(cast_RC)
-    inside_CR = (column_C < columns)[:, None] & (row_R < padded)[None, :]
-    tl.store(turned + column_C[:, None] * turned_stride + row_R[None, :], turned_CR, mask=inside_CR)
+    there_C, times = column_C < columns, tl.load(factor)
+    even_HC = _cast_row(x, values, even_H, column_C, rows, there_C, x_stride, values_stride, times)
+    odd_HC = _cast_row(x, values, odd_H, column_C, rows, there_C, x_stride, values_stride, times)
+    inside_CH = there_C[:, None] & (even_H < padded)[None, :]
+    store_turned(even_HC, odd_HC, pairs, pairs_stride, even_H, column_C, inside_CH)
+
+
+@triton.jit
+def _cast_row(x, values, row_H, column_C, rows, there_C, x_stride, values_stride, times):  # type: ignore[no-untyped-def]
+    inside_HC = (row_H < rows)[:, None] & there_C[None, :]
+    x_HC = tl.load(x + row_H[:, None] * x_stride + column_C[None, :], mask=inside_HC, other=0.0)
+    cast_HC = (x_HC.to(tl.float32) * times).to(values.dtype.element_ty, fp_downcast_rounding="rtne")
+    tl.store(values + row_H[:, None] * values_stride + column_C[None, :], cast_HC, mask=inside_HC)
+    return cast_HC

@@ -2,7 +2,8 @@
 
 A number in fp32 is the sum of three in bf16, 8 bits of mantissa each, and a product of two bf16 numbers is exact in
 fp32. So w is cut into three matrices, one under the other; one product accumulated in fp32 gives three partial sums for
-each output. A product in fp32 itself would read x twice as wide and run outside of the tensor cores.
+each output. A product in fp32 itself would read x twice as wide and run outside of the tensor cores. Those cut off
+where an FPU rounds: over 2048 inputs the result is 2e-6 off on an H200, one in fp32 4e-7, one in bf16 2e-3.
 
     forward    x @ (w1, w2, w3).T                        three partial sums
     dw         (g1, g2, g3).T @ x                        the same

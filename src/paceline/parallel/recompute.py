@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 from paceline.config.parallel import RecomputeMode
 from paceline.errors import ConfigError
-from paceline.kernels.experts import FORWARD_OPERATION
+from paceline.kernels import experts, flash4
 from paceline.parallel.ring import RING_OPERATION
 
 _SAVED_NAMES = (
@@ -118,8 +118,9 @@ def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **k
 
 @functools.cache
 def _saved_operations() -> frozenset[Any]:
-    """Overloads of the operations above, as far as this torch has them, our ring attention, and our experts."""
-    found = [RING_OPERATION, FORWARD_OPERATION]
+    """Overloads of the operations above, as far as this torch has them, our ring attention, FlashAttention-4,
+    and our experts."""
+    found = [RING_OPERATION, experts.FORWARD_OPERATION, flash4.FORWARD_OPERATION]
     for name in _SAVED_NAMES:
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
