@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from paceline.bench.gemm import sustained_gemm
 from paceline.bench.train import StepClock
 from paceline.config.load import load_recipe
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
+from paceline.runtime.gemm import sustained_gemm
 from paceline.runtime.process import ProcessInfo, process_group, process_info
 from paceline.training.setup import build_model, rates
 
@@ -220,6 +220,7 @@ class Alone:
     @torch.no_grad()
     def update(self) -> None:
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
+        # torch.nn.utils.get_total_norm (2.13) has no dtype, and would round the norm of bf16 gradients to bf16
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         factor = (self.clip / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
         for weight, master, optimizer in zip(self.weights, self.masters, self.optimizers, strict=True):

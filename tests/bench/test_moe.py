@@ -94,6 +94,10 @@ def test_a_switch_has_the_flops_of_its_dense_twin() -> None:
 def test_a_call_of_the_table_ends_in_time() -> None:
     for part in ("table", "baseline"):
         assert sum(job.estimate for job in moe_jobs.jobs_of(part)) <= 540
+    alone = [part for part in moe_jobs.PARTS if part not in ("tune", "curves")]
+    seconds = sum(job.estimate for part in alone for job in moe_jobs.jobs_of(part))
+    curves = sum(job.estimate * job.processes for job in moe_jobs.jobs_of("curves")) / 8  # four on each of two GPUs
+    assert seconds + curves <= 1200
 
 
 # ---- forced routing
