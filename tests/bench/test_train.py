@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.bench.gemm import sustained_gemm
 from paceline.bench.train import StepClock
 from paceline.cli import main as command_line
 from paceline.config.load import resolve
 from paceline.costs.layers import training_flops_per_token
 from paceline.observe.hooks import StepEnd
+from paceline.runtime.gemm import sustained_gemm
 from tests.cli.commands import LAUNCHER
 from tests.training import runs
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.bench.gemm import GemmRate, sustained_gemm
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.config.load import Recipe, resolve
@@ -24,6 +23,7 @@ from paceline.config.run import RunConfig
 from paceline.observe.hooks import Hook, Hooks, StepEnd, StepStart
 from paceline.parallel.collectives import all_reduce_number
 from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
+from paceline.runtime.gemm import GemmRate, sustained_gemm
 from paceline.runtime.process import ProcessInfo, process_group
 from paceline.runtime.seed import set_deterministic
 from paceline.runtime.signals import StopRequest

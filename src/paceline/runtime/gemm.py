@@ -31,12 +31,9 @@ def sustained_gemm(device: torch.device, *, seconds: float | None = None, fp8: b
         fp8: E4M3 operands with one scale each, fp32 sums, a bf16 result: what the products of an fp8 run are.
     """
     on_gpu = device.type == "cuda"
-    size, dtype = (8192, torch.bfloat16) if on_gpu else (1024, torch.float32)
+    size = 8192 if on_gpu else 1024
     wanted = seconds if seconds is not None else (5.0 if on_gpu else 0.5)
-    generator = torch.Generator(device=device).manual_seed(0)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.float32, generator=generator).to(dtype) for _ in "ab")
-    out = torch.empty(size, size, device=device, dtype=dtype)
-    multiply = _fp8_product(a, b) if fp8 else lambda: torch.mm(a, b, out=out)
+    multiply, dtype = product(device, size, fp8=fp8)
     multiply()
     synchronize(device)
     repeats, began = 0, time.perf_counter()
@@ -48,10 +45,21 @@ def sustained_gemm(device: torch.device, *, seconds: float | None = None, fp8: b
     elapsed = time.perf_counter() - began
     return GemmRate(
         size=size,
-        dtype="float8_e4m3fn" if fp8 else str(dtype).removeprefix("torch."),
+        dtype=dtype,
         seconds=elapsed,
         tflops=2 * size**3 * repeats / elapsed / 1e12,
     )
+
+
+def product(device: torch.device, size: int, *, fp8: bool = False) -> tuple[Callable[[], object], str]:
+    """(the product of two random square matrices, its precision): bf16 on a GPU, fp32 on the CPU, or fp8."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device=device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.float32, generator=generator).to(dtype) for _ in "ab")
+    if fp8:
+        return _fp8_product(a, b), "float8_e4m3fn"
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    return lambda: torch.mm(a, b, out=out), str(dtype).removeprefix("torch.")
 
 
 def _fp8_product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
