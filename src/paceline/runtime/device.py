@@ -92,15 +92,6 @@ def supports_bf16(device: torch.device) -> bool:
     return found is None or found >= (8, 0)
 
 
-def sum_products_in_fp32() -> None:
-    """For the whole process: a bf16 product that cuBLAS cuts along its sum is added up in fp32 and rounded once.
-
-    Torch's default lets the parts be rounded to bf16 before they are added; a gradient that is added to a sum in bf16
-    comes out a whole step of it wrong then, in the place of half of one.
-    """
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
 def synchronize(device: torch.device) -> None:
     """Waits for everything that was queued on ``device``; does nothing on the CPU."""
     if device.type == "cuda":

@@ -29,7 +29,7 @@ from paceline.parallel.engine import Engine
 from paceline.parallel.low_precision import Fp8Options, refuse_without_fp8
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Pipeline
-from paceline.runtime.device import device_name, device_uuid, memory_stats, sum_products_in_fp32
+from paceline.runtime.device import device_name, device_uuid, memory_stats
 from paceline.runtime.energy import EnergyCounter
 from paceline.runtime.log import log_once
 from paceline.runtime.process import ProcessInfo
@@ -77,7 +77,6 @@ def build_parts(
     """
     if config.train.precision == "fp8":
         refuse_without_fp8(device, config.train.fp8_scaling)
-    sum_products_in_fp32()
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
     done("mesh")
     plain = build_model(config, dtype=dtype)
