@@ -50,7 +50,9 @@ RUNGS = (
     "6_micro_batch",
     "7_fp8",
     "8_fused",
+    "9_fp8_whole",
 )
+FP8_RUNGS = ("7_fp8", "8_fused", "9_fp8_whole")
 BESIDE = {"side_tensor": "6_micro_batch"}
 """Measured beside the ladder, and the rung that it stands against: another way to do without single sequences."""
 _RUNG_SECONDS = 60.0
@@ -64,9 +66,9 @@ def change_of(recipe: str) -> str:
 def ladder_jobs() -> list[Job]:
     def job(name: str) -> Job:
         recipe = f"recipes/ladder/{name}.toml"
-        work = {NAIVE: "13b_naive", "7_fp8": "13b_fp8", "8_fused": "13b_fp8"}.get(name, "13b_bf16")
+        work = {NAIVE: "13b_naive", **dict.fromkeys(FP8_RUNGS, "13b_fp8")}.get(name, "13b_bf16")
         # the first and the last rungs are rows of the dense table: their ceiling is measured in full
-        short = name not in (NAIVE, "6_micro_batch", "7_fp8", "8_fused", *BESIDE)
+        short = name not in (NAIVE, "6_micro_batch", *FP8_RUNGS, *BESIDE)
         return Job(
             part="ladder",
             name=name,
@@ -139,7 +141,6 @@ def tune_jobs() -> list[Job]:
         )  # fmt: skip
 
     tensor, top = "recipes/ladder/side_tensor.toml", "recipes/ladder/6_micro_batch.toml"
-    best = f"recipes/ladder/{RUNGS[-1]}.toml"
     any_engine = tuple(item for item in FUSED_ON if item.startswith("optim."))
     return [
         job("13b_fused", "13b_bf16", top, "fused optimizer", *any_engine),
@@ -163,9 +164,6 @@ def tune_jobs() -> list[Job]:
             _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _FLASH4,
         ),
         job("13b_flash4", "13b_bf16", top, "FlashAttention-4", _FLASH4),
-        job(
-            "13b_fp8_triton_head", "13b_fp8", best, "casts by Triton kernels, the head in fp8 too", _TRITON, _FP8_HEAD
-        ),
         job(
             "13b_tensor_none", "13b_bf16", tensor, "tensor parallel, micro-batches of 2, nothing recomputed",
             "train.micro_batch_size=2", "parallel.recompute=none",
@@ -222,7 +220,7 @@ def curve_jobs() -> list[Job]:
         job("fast", "bf16, all fast paths on", 120.0, *FUSED_ON),
         job("fp8", "fp8", 110.0, _FP8, *FUSED_ON),
         *(job(f"seed{seed}", f"bf16, seed {seed}", 120.0, *FUSED_ON, f"run.seed={seed}") for seed in SEEDS),
-        job("fp8_head", "fp8, the head too", 110.0, _FP8, _FP8_HEAD, *FUSED_ON),
+        job("fp8_head", "fp8, the head and fused casts too", 110.0, _FP8, _FP8_HEAD, _TRITON, *FUSED_ON),
     ]
 
 
