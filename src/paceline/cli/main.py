@@ -18,7 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-VERBS = ("train", "plan", "doctor", "data", "convert", "generate", "bench")
+VERBS = ("train", "plan", "doctor", "explain", "data", "convert", "generate", "bench")
 
 
 def _print_version(asked: bool) -> None:
@@ -70,6 +70,10 @@ def _register(verbs: tuple[str, ...]) -> None:
         from paceline.cli.doctor import app as doctor_app
 
         app.add_typer(doctor_app, name="doctor")
+    if "explain" in verbs:
+        from paceline.cli.explain import explain
+
+        app.command("explain")(explain)
     if "data" in verbs:
         from paceline.cli.data import app as data_app
 

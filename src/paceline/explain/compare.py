@@ -1,0 +1,313 @@
+"""Two runs, two logs or two traces: which settings differ, and only then, where does the time differ?
+
+A different sequence length is no slower kernel. Settings come first; where they explain the work, tokens are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.explain.cause import Cause, ranked
+from paceline.explain.explanation import Explanation, bars
+from paceline.explain.kinds import COMMUNICATION, collective_of
+from paceline.explain.log_file import read_log
+from paceline.explain.log_report import log_facts
+from paceline.explain.rules import Diagnosis, diagnose
+from paceline.explain.run_folder import read_run
+from paceline.explain.trace_report import RankTrace, as_dict, load
+from paceline.report import units
+from paceline.report.table import Table, table
+
+NOT_COMPARED = ("run.dir", "run.name", "train.steps", "observe.", "checkpoint.resume", "model.preset")
+"""Keys that change no step."""
+WORK = (
+    *("train.seq_len", "train.micro_batch_size", "train.global_batch_size", "train.precision"),
+    *("seq_length", "micro_batch_size", "global_batch_size"),
+)
+"""What a step has to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    key: str
+    first: Any
+    second: Any
+
+
+def settings_apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
+    """Keys with different values, those that change the work first."""
+    keys = [
+        key
+        for key in sorted(first.keys() | second.keys())
+        if first.get(key) != second.get(key) and not key.startswith(NOT_COMPARED)
+    ]
+    keys.sort(key=lambda key: (key not in WORK, not key.startswith(("model.", "train.")), key))
+    return [Difference(key=key, first=first.get(key), second=second.get(key)) for key in keys]
+
+
+def compare_runs(first: Path, second: Path) -> Explanation:
+    """Two run folders.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    a, b = diagnose(read_run(first)), diagnose(read_run(second))
+    differences = settings_apart(_settings(a), _settings(b))
+    causes = [*_settings_cause(differences), *_run_causes(a, b, differences)]
+    return Explanation(
+        title=f"{first.name} and {second.name}",
+        tables=(_settings_table(differences, first.name, second.name), _parts_table(_parts(a), _parts(b))),
+        findings=tuple(cause.finding() for cause in ranked(causes)),
+        data={
+            "runs": [str(first), str(second)],
+            "settings": [{"key": one.key, "first": one.first, "second": one.second} for one in differences],
+            "step_seconds": [_seconds(a), _seconds(b)],
+            "tokens_per_second": [_tokens(a), _tokens(b)],
+            "parts": [_parts(a), _parts(b)],
+        },
+        pictures=(bars("Where a step goes", ["first", "second"], [_parts(a), _parts(b)]),),
+    )
+
+
+def _settings(found: Diagnosis) -> dict[str, Any]:
+    view = found.view
+    environment = {f"environment {name}": value for name, value in view.fact("environment", {}).items()}
+    versions = {f"version of {name}": value for name, value in view.fact("versions", {}).items()}
+    machine = {"ranks": view.world_size, "device": view.fact("device_name")}
+    return {**view.recipe, **environment, **versions, **machine}
+
+
+def _seconds(found: Diagnosis) -> float | None:
+    return found.waterfall.step_seconds if found.waterfall else None
+
+
+def _tokens(found: Diagnosis) -> float | None:
+    """Tokens/s of one device."""
+    seconds, tokens, world = _seconds(found), found.view.fact("tokens_per_step"), found.view.world_size
+    return tokens / seconds / world if seconds and tokens and world else None
+
+
+def _parts(found: Diagnosis) -> dict[str, float]:
+    return {part.name: part.seconds for part in found.waterfall.parts} if found.waterfall else {}
+
+
+def _settings_cause(differences: list[Difference]) -> list[Cause]:
+    work = [one for one in differences if one.key in WORK or one.key.startswith("model.")]
+    if not work:
+        return []
+    listed = "; ".join(f"{one.key} = {one.first} and {one.second}" for one in work[:6])
+    return [
+        Cause(
+            id="explain.not-the-same-work",
+            subject="the two do not do the same work: their steps cannot be compared directly",
+            evidence=f"{listed}.",
+            next_step="Compare tokens/s only where length of sequences, padding and model agree; repeat one of "
+            "them with "
+            "the other's values.",
+            share=None,
+            severity="warning",
+            gain="-",
+        )
+    ]
+
+
+def _run_causes(a: Diagnosis, b: Diagnosis, differences: list[Difference]) -> list[Cause]:
+    first, second = _parts(a), _parts(b)
+    before, after = _seconds(a), _seconds(b)
+    if not before or not after:
+        return []
+    grown = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
+    name = max(grown, key=lambda key: abs(grown[key]))
+    slower = after > before
+    others = [one for one in differences if not (one.key in WORK or one.key.startswith("model."))]
+    settings = f" Settings that differ: {', '.join(one.key for one in others[:6])}." if others else ""
+    tokens = f" Tokens/s of a device: {_tokens(a) or 0:.0f} and {_tokens(b) or 0:.0f}."
+    return [
+        Cause(
+            id="explain.difference",
+            subject=f"a step of the second takes {abs(after / before - 1):.0%} {'more' if slower else 'less'}, "
+            "most of it "
+            f"in {name}",
+            evidence=f"{units.duration(before)} and {units.duration(after)}; {name} {grown[name] * 1e3:+.2f} ms."
+            f"{tokens}{settings}",
+            next_step="The table shows every part; act on the one that grew.",
+            share=None,
+            severity="note",
+            gain="-",
+        )
+    ]
+
+
+def _settings_table(differences: list[Difference], first: str, second: str) -> Table:
+    rows = [(one.key, _show(one.first), _show(one.second)) for one in differences[:60]]
+    return table(
+        ("setting", first, second),
+        rows or [("all settings agree", "", "")],
+        title="Settings that differ",
+        notes=(f"{len(differences) - 60} more.",) if len(differences) > 60 else (),
+    )
+
+
+def _show(value: Any) -> str:
+    text = "not set" if value is None else str(value)
+    return text if len(text) <= 50 else f"{text[:49]}…"
+
+
+def _parts_table(first: Mapping[str, float], second: Mapping[str, float]) -> Table:
+    names = sorted({**first, **second}, key=lambda name: -abs(second.get(name, 0) - first.get(name, 0)))
+    rows = [
+        (
+            name,
+            units.duration(max(first.get(name, 0.0), 0.0)),
+            units.duration(max(second.get(name, 0.0), 0.0)),
+            f"{(second.get(name, 0.0) - first.get(name, 0.0)) * 1e3:+.2f} ms",
+        )
+        for name in names
+    ]
+    total = (units.duration(sum(first.values())), units.duration(sum(second.values())))
+    rows.append(("step", *total, f"{(sum(second.values()) - sum(first.values())) * 1e3:+.2f} ms"))
+    return table(("part", ">first", ">second", ">difference"), rows, title="Where the time differs")
+
+
+def compare_logs(first: Path, second: Path) -> Explanation:
+    """Two logs.
+
+    Raises:
+        ConfigError: one of them is not known.
+    """
+    logs = read_log(first), read_log(second)
+    facts = log_facts(logs[0]), log_facts(logs[1])
+    arguments = [{**log.arguments, "framework": log.framework} for log in logs]
+    for kept, fact in zip(arguments, facts, strict=True):
+        if "batch" in fact:
+            kept.setdefault("global_batch_size", f"{fact['batch']:.0f}")
+    differences = settings_apart(*arguments)
+    names = [name for name in facts[0] if name in facts[1]]
+    rows = [(name, f"{facts[0][name]:.5g}", f"{facts[1][name]:.5g}", f"{_ratio(facts, name):.3f}") for name in names]
+    causes = _settings_cause(differences)
+    if not any(logs[index].arguments for index in (0, 1)):
+        causes.append(
+            Cause(
+                id="explain.not-in-the-log",
+                subject="not determined from these logs whether both do the same work",
+                evidence="Neither prints its arguments: sequence length, batch and model may differ.",
+                next_step="Compare their settings first.",
+                share=None,
+            )
+        )
+    return Explanation(
+        title=f"{first.name} and {second.name}",
+        tables=(
+            _settings_table(differences, first.name, second.name),
+            table(("number", ">first", ">second", ">ratio"), rows, title="Medians of settled steps"),
+        ),
+        findings=tuple(cause.finding() for cause in ranked(causes)),
+        data={
+            "logs": [str(first), str(second)],
+            "settings": [{"key": one.key, "first": one.first, "second": one.second} for one in differences],
+            "facts": list(facts),
+        },
+    )
+
+
+def _ratio(facts: tuple[dict[str, float], dict[str, float]], name: str) -> float:
+    return facts[1][name] / facts[0][name] if facts[0][name] else float("nan")
+
+
+def compare_traces(first: Path, second: Path) -> Explanation:
+    """Two traces of the same program.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    a, b = load(first), load(second)
+    causes = [*_slower_collectives(a, b), *_trace_difference(a, b)]
+    return Explanation(
+        title=f"{first.name} and {second.name}",
+        tables=(_parts_table(a.parts, b.parts), _collectives_table(a, b)),
+        findings=tuple(cause.finding() for cause in ranked(causes)),
+        data={"traces": [as_dict(a), as_dict(b)]},
+        pictures=(bars("Where the time went", [first.name, second.name], [a.parts, b.parts]),),
+    )
+
+
+def mean_collectives(one: RankTrace) -> dict[str, tuple[float, int]]:
+    """By kind of collective: (mean seconds, number)."""
+    trace = one.trace
+    talks = trace.kind == COMMUNICATION
+    kinds = np.array([collective_of(name) for name in trace.names], dtype=object)
+    spent = (trace.end - trace.start)[talks]
+    labels = kinds[trace.name[talks]] if talks.any() else np.zeros(0, dtype=object)
+    return {
+        str(kind): (float(spent[labels == kind].mean()), int((labels == kind).sum())) for kind in sorted(set(labels))
+    }
+
+
+def _slower_collectives(a: RankTrace, b: RankTrace) -> list[Cause]:
+    first, second = mean_collectives(a), mean_collectives(b)
+    found = []
+    computing = b.breakdown.computation / a.breakdown.computation if a.breakdown.computation else 1.0
+    for kind in first.keys() & second.keys():
+        (before, count), (after, now) = first[kind], second[kind]
+        if before > 0 and after > 1.5 * before and after * now > 0.02 * b.breakdown.total:
+            same = abs(now / count - 1) < 0.1 and 0.8 < computing < 1.25
+            share = b.share(b.breakdown.exposed) - a.share(a.breakdown.exposed)
+            found.append(
+                Cause(
+                    id="explain.slower-collective",
+                    subject=f"{kind} takes {after / before:.1f} times as long in the second trace"
+                    + (": same overlap schedule, slower collective" if same else ""),
+                    evidence=f"{units.duration(before)} and {units.duration(after)} on average; {count} and "
+                    f"{now} calls; "
+                    f"computation {units.duration(a.breakdown.computation)} and "
+                    f"{units.duration(b.breakdown.computation)}. Exposed: {a.share(a.breakdown.exposed):.0%} and "
+                    f"{b.share(b.breakdown.exposed):.0%} of the time.",
+                    next_step="Check the fabric and other jobs on it (`paceline doctor --measure`); the model's "
+                    "code does "
+                    "the same work."
+                    if same
+                    else "The two do not do the same work: compare their settings first.",
+                    share=max(share, 0.0),
+                )
+            )
+    return found
+
+
+def _trace_difference(a: RankTrace, b: RankTrace) -> list[Cause]:
+    grown = {name: b.parts.get(name, 0.0) - a.parts.get(name, 0.0) for name in {**a.parts, **b.parts}}
+    if not grown:
+        return []
+    name = max(grown, key=lambda key: abs(grown[key]))
+    steps = " Neither marks its steps, so their number may differ." if not a.steps or not b.steps else ""
+    return [
+        Cause(
+            id="explain.difference",
+            subject=f"the second takes {units.duration(b.breakdown.total)}, the first "
+            f"{units.duration(a.breakdown.total)}; most of the difference is in {name}",
+            evidence=f"{name} {grown[name] * 1e3:+.2f} ms.{steps}",
+            next_step="The table shows every part.",
+            share=None,
+            severity="note",
+            gain="-",
+        )
+    ]
+
+
+def _collectives_table(a: RankTrace, b: RankTrace) -> Table:
+    first, second = mean_collectives(a), mean_collectives(b)
+    rows = [
+        (
+            kind,
+            *(units.duration(means.get(kind, (0.0, 0))[0]) for means in (first, second)),
+            *(str(means.get(kind, (0.0, 0))[1]) for means in (first, second)),
+        )
+        for kind in sorted({**first, **second})
+    ]
+    return table(
+        ("collective", ">mean, first", ">mean, second", ">calls, first", ">calls, second"), rows, title="Collectives"
+    )

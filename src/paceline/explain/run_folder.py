@@ -1,0 +1,213 @@
+"""What does a run folder tell, whether the run is at work, over, or dead? Reads all of it, whole or not.
+
+Ranks are joined on the step. Where a line covers several steps, its sums are divided by them, so every number is of one
+step; levels stay levels. What cannot be read is named in ``problems`` and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.load import load_recipe
+from paceline.config.run import RunConfig
+from paceline.errors import ConfigError, PacelineError
+from paceline.observe.events import StepRecord, read_events, read_metrics
+from paceline.observe.telemetry.columns import COLUMNS, SUMMED, UNKNOWN
+from paceline.observe.telemetry.record import FOLDER, RankRecord, ranks_of, read_rank
+
+Numbers = NDArray[np.float64]
+
+_BUDGET = 1 << 30
+"""Bytes of numbers that are kept; with thousands of ranks the newest steps are."""
+_READ_BUDGET = 6 << 30
+"""Bytes of text that are read, over all ranks."""
+_WARM_UP = 3
+"""Steps that may be slower for good reasons: compilation, first allocations, caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """A run. ``table``: float32 [columns, ranks, steps], nan where unknown."""
+
+    path: Path
+    config: RunConfig | None
+    recipe: Mapping[str, Any]
+    """Flat: ``"train.seq_len"`` -> value."""
+    metrics: tuple[StepRecord, ...]
+    events: tuple[Mapping[str, Any], ...]
+    facts: tuple[Mapping[str, Any], ...]
+    """By position in ``ranks``."""
+    ranks: tuple[int, ...]
+    steps: NDArray[np.int64]
+    table: NDArray[np.float32]
+    problems: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def settled(self) -> NDArray[np.bool_]:
+        """[steps] whether a step tells of the run's usual speed: the first ones of each start do not."""
+        starts = {0, *(int(event["step"]) for event in self.events if event.get("event") in ("start", "resume"))}
+        early = np.zeros(len(self.steps), dtype=bool)
+        wait = min(_WARM_UP, max(1, len(self.steps) // 4)) if len(self.steps) > 1 else 0
+        for start in starts:
+            early |= (self.steps > start) & (self.steps <= start + wait)
+        return early if not len(self.steps) else ~early if (~early).any() else np.ones_like(early)
+
+    def column(self, name: str) -> Numbers:
+        """[ranks, settled steps]"""
+        return self.table[COLUMNS.index(name)][:, self.settled].astype(np.float64)
+
+    def knows(self, name: str) -> bool:
+        return bool(len(self.ranks)) and not np.isnan(self.table[COLUMNS.index(name)]).all()
+
+    @property
+    def shown_steps(self) -> NDArray[np.int64]:
+        return self.steps[self.settled]
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.facts) and self.facts[0].get("device") == "cuda"
+
+    @property
+    def world_size(self) -> int:
+        return int(self.facts[0].get("world_size", len(self.ranks))) if self.facts else 0
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks of the world that left no record."""
+        return sorted(set(range(self.world_size)) - set(self.ranks))
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        return self.facts[0].get(name, default) if self.facts else default
+
+    @property
+    def end(self) -> str:
+        """``end``, ``stop``, ``error``, or ``""`` where the run is at work or was killed."""
+        last = self.events[-1].get("event", "") if self.events else ""
+        return last if last in ("end", "stop", "error") else ""
+
+
+def is_run_folder(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in ("recipe.toml", "metrics.jsonl", FOLDER))
+
+
+def read_run(path: Path) -> RunView:
+    """Reads what is there.
+
+    Raises:
+        ConfigError: nothing of a run is there.
+    """
+    if not is_run_folder(path):
+        raise ConfigError(
+            f"{path} is no run folder: it has no recipe.toml, no metrics.jsonl and no {FOLDER}/",
+            next_step="Give the folder that `paceline train` wrote (run.dir), a trace, or a log.",
+        )
+    problems: list[str] = []
+    config = _config(path, problems)
+    metrics = _lines(path, "metrics.jsonl", problems)
+    records, facts = _records(path, problems)
+    steps, table = _join(records)
+    view = RunView(
+        path=path,
+        config=config,
+        recipe={} if config is None else flat(config.model_dump(mode="json")),
+        metrics=tuple(metrics),
+        events=tuple(_events(path, problems)),
+        facts=tuple(facts),
+        ranks=tuple(record.rank for record in records),
+        steps=steps,
+        table=table,
+        problems=(),
+    )
+    if view.missing_ranks:
+        shown = ", ".join(map(str, view.missing_ranks[:8])) + (" ..." if len(view.missing_ranks) > 8 else "")
+        problems.append(f"{len(view.missing_ranks)} of {view.world_size} ranks left no record: {shown}")
+    object.__setattr__(view, "problems", tuple(problems))
+    return view
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _config(path: Path, problems: list[str]) -> RunConfig | None:
+    try:
+        return load_recipe(path / "recipe.toml").config
+    except (PacelineError, OSError) as error:
+        problems.append(f"recipe.toml: {_first(error)}")
+        return None
+
+
+def _lines(path: Path, name: str, problems: list[str]) -> Sequence[StepRecord]:
+    try:
+        return read_metrics(path / name)
+    except (PacelineError, OSError, KeyError, TypeError) as error:
+        problems.append(f"{name}: {_first(error)}")
+        return ()
+
+
+def _events(path: Path, problems: list[str]) -> Sequence[Mapping[str, Any]]:
+    try:
+        return read_events(path / "events.jsonl")
+    except (PacelineError, OSError) as error:
+        problems.append(f"events.jsonl: {_first(error)}")
+        return ()
+
+
+def _first(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+def _records(path: Path, problems: list[str]) -> tuple[list[RankRecord], list[Mapping[str, Any]]]:
+    records: list[RankRecord] = []
+    ranks = ranks_of(path)
+    if not ranks:
+        problems.append(f"{FOLDER}/: there is no record of steps (observe.record = false, or an older run)")
+    most = max(1 << 16, _READ_BUDGET // max(1, len(ranks)) // 8)
+    lines = max(16, _BUDGET // (4 * len(COLUMNS) * max(1, len(ranks))))
+    for rank in ranks:
+        try:
+            record = read_rank(path, rank, most_bytes=most)
+        except OSError as error:
+            problems.append(f"the record of rank {rank}: {error}")
+            continue
+        if len(record.values):
+            records.append(RankRecord(rank=rank, facts=record.facts, values=record.values[-lines:].copy()))
+        else:
+            problems.append(f"the record of rank {rank} holds no whole line yet")
+    return records, [record.facts for record in records]
+
+
+_SUMMED_COLUMNS = [index for index, name in enumerate(COLUMNS) if name in SUMMED and name != "steps"]
+_STEPS_COLUMN = COLUMNS.index("steps")
+
+
+def _join(records: Sequence[RankRecord]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """(steps, [columns, ranks, steps]) over the steps that at least half of the ranks have."""
+    if not records:
+        return np.zeros(0, dtype=np.int64), np.zeros((len(COLUMNS), 0, 0), dtype=np.float32)
+    every, counts = np.unique(np.concatenate([record.values[:, 0] for record in records]), return_counts=True)
+    steps = every[counts * 2 >= len(records)]
+    table = np.full((len(COLUMNS), len(records), len(steps)), np.nan, dtype=np.float32)
+    for position, record in enumerate(records):
+        place = np.searchsorted(steps, record.values[:, 0])
+        there = (place < len(steps)) & (steps[np.minimum(place, len(steps) - 1)] == record.values[:, 0])
+        values = record.values[there].astype(np.float32)
+        unknown = record.values[there] == UNKNOWN
+        values[:, _SUMMED_COLUMNS] /= np.maximum(values[:, _STEPS_COLUMN : _STEPS_COLUMN + 1], 1)
+        values[unknown] = np.nan
+        table[:, position, place[there]] = values.T
+    return steps, table

@@ -1,0 +1,212 @@
+"""What is there to say of one run folder? The numbers of `rules.diagnose`, put into tables, pictures and plain data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.explain.explanation import Explanation, bars
+from paceline.explain.ranks import place_of
+from paceline.explain.rules import Diagnosis, diagnose
+from paceline.explain.run_folder import RunView, read_run
+from paceline.explain.shares import OWN, Shares, mean_known
+from paceline.explain.waterfall import Waterfall
+from paceline.observe.telemetry.columns import DIMENSIONS, SUMMED
+from paceline.report import units
+from paceline.report.table import Table, table
+
+_MOST_RANKS = 16
+
+
+def explain_run(path: Path) -> Explanation:
+    """A run folder, at work, over or dead.
+
+    Raises:
+        ConfigError: it is no run folder.
+    """
+    return run_explanation(diagnose(read_run(path)))
+
+
+def run_explanation(found: Diagnosis) -> Explanation:
+    view, shares, waterfall = found.view, found.shares, found.waterfall
+    tables = [_run_table(view, shares)]
+    pictures = []
+    if waterfall is not None:
+        tables.append(waterfall_table(waterfall))
+        pictures.append(_waterfall_picture(view, waterfall))
+    if len(view.ranks) > 1 and waterfall is not None:
+        tables.append(_ranks_table(view, shares))
+    if waterfall is not None:
+        tables.append(_dimensions_table(view))
+    return Explanation(
+        title=f"Run {view.path.name}",
+        tables=tuple(tables),
+        findings=found.findings,
+        data=run_data(found),
+        pictures=tuple(pictures),
+    )
+
+
+def run_data(found: Diagnosis) -> dict[str, Any]:
+    """Of a run, as plain data."""
+    view, waterfall = found.view, found.waterfall
+    last = view.metrics[-1] if view.metrics else None
+    return {
+        "run": str(view.path),
+        "end": view.end or "at work or killed",
+        "ranks": len(view.ranks),
+        "world_size": view.world_size,
+        "missing_ranks": view.missing_ranks,
+        "steps": [int(view.steps[0]), int(view.steps[-1])] if len(view.steps) else [],
+        "step_seconds": None if waterfall is None else waterfall.step_seconds,
+        "tokens_per_second_per_gpu": last.tokens_per_second_per_gpu if last else None,
+        "mfu": last.mfu if last else None,
+        "waterfall": []
+        if waterfall is None
+        else [
+            {
+                "name": part.name,
+                "seconds": part.seconds,
+                "expected_seconds": part.expected,
+                "measured": part.measured,
+            }
+            for part in waterfall.parts
+        ],
+        "slow_ranks": [
+            {"rank": one.rank, "seconds": one.seconds, "share": one.share, "since": one.since, "cause": one.cause}
+            for one in (*found.ranks.slow, *found.ranks.pausing)
+        ],
+        "dimensions": dimensions(view) if waterfall is not None else {},
+        "problems": list(view.problems),
+    }
+
+
+def dimensions(view: RunView) -> dict[str, dict[str, float]]:
+    """By dimension and column: the mean over ranks and steps; what is unknown is left out."""
+    found: dict[str, dict[str, float]] = {}
+    for dimension, names in DIMENSIONS.items():
+        known = {name: float(mean_known(view.column(name))) for name in names if view.knows(name)}
+        if known:
+            found[dimension] = {name: round(value, 3) for name, value in known.items() if not np.isnan(value)}
+    return found
+
+
+def _run_table(view: RunView, shares: Shares) -> Table:
+    last = view.metrics[-1] if view.metrics else None
+    ranks = f"{len(view.ranks)} of {view.world_size}" if view.missing_ranks else str(len(view.ranks))
+    rows = [
+        ("state", {"end": "over", "stop": "stopped", "error": "failed"}.get(view.end, "at work, or killed"), ""),
+        ("device", str(view.fact("device_name", "unknown")), f"{ranks} ranks"),
+    ]
+    if len(view.steps):
+        rows.append(("steps", f"{view.steps[0]} to {view.steps[-1]}", f"{len(view.shown_steps)} settled"))
+        wall = mean_known(shares.wall, axis=0)
+        low, high = np.percentile(wall, [5, 95])
+        spread = f"5 to 95 %: {units.duration(float(low))} to {units.duration(float(high))}"
+        rows.append(("step", units.duration(shares.step_seconds), spread))
+    if last is not None:
+        rows.append(("speed", units.rate(last.tokens_per_second_per_gpu, "tokens"), "a device, as last logged"))
+        if last.mfu is not None:
+            rows.append(("MFU", units.percent(last.mfu), f"of {units.tflops(last.peak_tflops or 0)}"))
+        rows.append(("memory", f"{last.memory_gib:.2f} GiB", "highest peak of any rank"))
+    return table(("run", "", ""), rows, title="Run")
+
+
+def waterfall_table(waterfall: Waterfall) -> Table:
+    """Every part beside what `plan` predicts for it."""
+    rows = []
+    for part in waterfall.parts:
+        apart = "" if part.expected is None else f"{(part.seconds - part.expected) * 1e3:+.2f} ms"
+        rows.append(
+            (
+                part.name,
+                units.duration(part.seconds) if part.seconds >= 0 else f"-{units.duration(-part.seconds)}",
+                units.percent(part.seconds / waterfall.step_seconds),
+                "-" if part.expected is None else units.duration(part.expected),
+                apart,
+                "measured" if part.measured else "split as predicted",
+                part.note,
+            )
+        )
+    rows.append(
+        (
+            "step",
+            units.duration(waterfall.step_seconds),
+            "100.0 %",
+            "-" if waterfall.estimate is None else units.duration(waterfall.estimate.seconds),
+            "",
+            "",
+            "",
+        )
+    )
+    return table(
+        ("where a step goes", ">time", ">share", ">plan", ">apart", "how", ""),
+        rows,
+        title="Waterfall",
+        notes=(f"Mean over ranks and settled steps. {waterfall.basis}",),
+    )
+
+
+def _waterfall_picture(view: RunView, waterfall: Waterfall) -> Any:
+    names, values = ["measured"], [{part.name: part.seconds for part in waterfall.parts}]
+    if waterfall.estimate is not None:
+        names.append("predicted by plan")
+        values.append({part.name: part.expected or 0.0 for part in waterfall.parts})
+    return bars("Where a step goes", names, values)
+
+
+def _ranks_table(view: RunView, shares: Shares) -> Table:
+    work, waits = mean_known(shares.work, axis=1), mean_known(shares.waits, axis=1)
+    order = np.argsort(-np.nan_to_num(work))[:_MOST_RANKS]
+    rows = []
+    for position in order:
+        own = {name: float(mean_known(shares.own[name][position])) for name in OWN}
+        largest = sorted(own.items(), key=lambda item: -item[1])[:3]
+        rows.append(
+            (
+                str(view.ranks[position]),
+                place_of(view, int(position)),
+                units.duration(float(work[position])),
+                units.duration(float(waits[position])),
+                ", ".join(f"{name} {units.duration(value)}" for name, value in largest),
+            )
+        )
+    more = f"The {_MOST_RANKS} busiest of {len(view.ranks)}. " if len(view.ranks) > _MOST_RANKS else ""
+    return table(
+        (">rank", "place", ">own work", ">waiting", "most of it"),
+        rows,
+        title="Ranks",
+        notes=(f"{more}Own work: a step without collectives, messages and meetings.",),
+    )
+
+
+_SHOWN = {
+    "us": ("ms", 1e-3),
+    "pct": ("%", 1.0),
+    "mhz": ("MHz", 1.0),
+    "w": ("W", 1.0),
+    "c": ("C", 1.0),
+    "mb": ("MiB", 1.0),
+    "kb": ("MB", 1.024e-3),
+    "kbs": ("MB/s", 1.024e-3),
+}
+
+
+def _dimensions_table(view: RunView) -> Table:
+    rows = []
+    for dimension, values in dimensions(view).items():
+        cells = []
+        for name, value in values.items():
+            stem, _, unit = name.rpartition("_")
+            shown, factor = _SHOWN.get(unit, ("", 1.0))
+            if value and (name not in SUMMED or value * factor >= 0.01):
+                cells.append(f"{(stem if shown else name).replace('_', ' ')} {value * factor:.4g} {shown}".strip())
+        rows.append((dimension, ", ".join(cells) or "0"))
+    return table(
+        ("dimension", "mean over ranks and settled steps"),
+        rows,
+        title="Dimensions",
+        notes=("All are joined on the step: record/rank-*.csv in the run folder, which any spreadsheet opens.",),
+    )

@@ -1,0 +1,98 @@
+"""What has a person handed to us: a run folder, traces, or a log?"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from paceline.errors import ConfigError
+from paceline.explain.compare import compare_logs, compare_runs, compare_traces
+from paceline.explain.explanation import Explanation
+from paceline.explain.log_report import explain_log
+from paceline.explain.run_folder import is_run_folder
+from paceline.explain.run_report import explain_run
+from paceline.explain.trace_report import explain_traces
+
+Kind = Literal["run", "trace", "log"]
+
+
+def explain(paths: Sequence[Path], *, gpu: str = "", compare: bool = False) -> Explanation:
+    """Says what there is to say.
+
+    Args:
+        paths: one run folder; traces of the ranks of one program; a log; or two of a kind to compare.
+        compare: two traces are compared instead of taken for two ranks.
+
+    Raises:
+        ConfigError: a path is missing, not known, or they do not go together.
+    """
+    kinds = [kind_of(path) for path in paths]
+    if len(set(kinds)) > 1:
+        raise ConfigError(
+            "these are of different kinds: "
+            + ", ".join(f"{path} ({kind})" for path, kind in zip(paths, kinds, strict=True)),
+            next_step="Give one run folder, one log, traces of one program, or two of a kind.",
+        )
+    kind = kinds[0]
+    traces = [trace for path in paths for trace in traces_of(path)] if kind == "trace" else []
+    if compare and len(paths) != 2:
+        raise ConfigError(f"--compare takes two, not {len(paths)}", next_step="Give the two that are to be compared.")
+    if kind == "trace":
+        return compare_traces(traces[0], traces[1]) if compare and len(traces) == 2 else explain_traces(traces)
+    if len(paths) == 1:
+        return explain_run(paths[0]) if kind == "run" else explain_log(paths[0], gpu=gpu)
+    if len(paths) == 2:
+        return compare_runs(*paths) if kind == "run" else compare_logs(*paths)
+    raise ConfigError(f"{len(paths)} {kind}s were given", next_step="Give one, or two to compare.")
+
+
+def kind_of(path: Path) -> Kind:
+    """By what is in it, not by its name alone.
+
+    Raises:
+        ConfigError: there is no such file or folder.
+    """
+    if path.is_dir():
+        if is_run_folder(path):
+            return "run"
+        if traces_of(path):
+            return "trace"
+        raise ConfigError(
+            f"{path} is neither a run folder nor a folder of traces",
+            evidence="It has no recipe.toml, metrics.jsonl or record/, and no *.json or *.json.gz.",
+            next_step="Give the folder that `paceline train` wrote (run.dir), a trace, or a log.",
+        )
+    if not path.exists():
+        raise ConfigError(
+            f"there is no {path}", next_step="Give a run folder, traces (*.json, *.json.gz) or a training log."
+        )
+    head = _head(path).lstrip("\ufeff \t\r\n")
+    if head.startswith(("{", "[")) and ('"traceEvents"' in head or '"ph"' in head or "log_history" not in head):
+        if head.startswith("{") and "log_history" in head:
+            return "log"
+        # a log line may begin with a bracket: [2025-12-28 00:20:49] iteration ...
+        if head.startswith("{") or head[1:].lstrip().startswith(("{", "]")):
+            return "log" if head.startswith("{'") else "trace"
+    return "log"
+
+
+def traces_of(path: Path) -> list[Path]:
+    """Trace files of a folder, or the file itself."""
+    if path.is_file():
+        return [path]
+    return sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.gz")) and each.is_file())
+
+
+def _head(path: Path) -> str:
+    try:
+        with path.open("rb") as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
+        if zipped:
+            with gzip.open(path, "rb") as file:
+                return file.read(1 << 16).decode(errors="replace")
+        with path.open("rb") as file:
+            return file.read(1 << 16).decode(errors="replace")
+    except (OSError, EOFError):
+        return "{" if path.suffix in (".json", ".gz") else ""

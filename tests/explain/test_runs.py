@@ -1,0 +1,263 @@
+"""Run folders, real and simulated: what is wrong is named first, what it costs is right, what is whole is left
+alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.explain.rules import Diagnosis, diagnose
+from paceline.explain.run_folder import read_run
+from paceline.explain.run_report import dimensions, run_explanation
+from paceline.observe.telemetry.record import FOLDER
+from tests.distributed import run as run_ranks
+from tests.training import runs
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from synthetic_run import Cluster, truth, write
+
+
+def told(cluster: Cluster, folder: Path) -> Diagnosis:
+    return diagnose(read_run(write(cluster, folder / "run")))
+
+
+def share_of(found: Diagnosis) -> float:
+    """Of the first finding, from its gain."""
+    gain = found.findings[0].gain
+    assert gain is not None
+    return float(gain.split()[0]) / 100
+
+
+# ---- simulated runs
+
+
+@pytest.mark.parametrize("shape", [{}, {"dp": 4, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 1}])
+def test_a_healthy_run_has_no_warning_and_its_waterfall_adds_up(shape: dict[str, int], tmp_path: Path) -> None:
+    found = told(Cluster(**shape), tmp_path)
+    assert [finding for finding in found.findings if finding.severity != "note"] == []
+    waterfall = found.waterfall
+    assert waterfall is not None and waterfall.estimate is not None
+    assert sum(part.seconds for part in waterfall.parts) == pytest.approx(waterfall.step_seconds, rel=0.01)
+    # the plan's parts are shown beside, and add up to its step but for what it hides or has no part for
+    expected = sum(part.expected or 0 for part in waterfall.parts)
+    assert expected == pytest.approx(waterfall.estimate.seconds, rel=0.05)
+
+
+def test_a_clocked_down_rank_is_named_with_its_clock(tmp_path: Path) -> None:
+    cluster = Cluster(seed=1)
+    for phase in ("forward", "backward"):
+        cluster.own[phase][5] *= 1.2
+    cluster.columns["gpu_clock_mhz"][5] = 1460
+    found = told(cluster, tmp_path)
+    first = found.findings[0]
+    assert first.id == "explain.slow-rank" and "rank 5" in first.subject and "clock" in first.subject
+    assert "1460 MHz" in first.evidence and "node0" in first.evidence
+    assert share_of(found) == pytest.approx(truth(cluster, Cluster(seed=1)), rel=0.1)
+
+
+def test_since_when_a_rank_is_slow_is_told(tmp_path: Path) -> None:
+    cluster = Cluster(seed=2, dp=4, tp=2)
+    cluster.own["forward"][6, 70:] += 0.1
+    (slow,) = told(cluster, tmp_path).ranks.slow
+    assert slow.rank == 6 and slow.since is not None and abs(slow.since - 71) < 8 and slow.cause == "forward"
+
+
+def test_a_slow_host_is_named_as_one(tmp_path: Path) -> None:
+    cluster = Cluster(dp=32, seed=3)
+    cluster.own["backward"][8:16] += 0.2
+    found = told(cluster, tmp_path)
+    assert {one.rank for one in found.ranks.slow} == set(range(8, 16))
+    assert found.ranks.group == "all 8 ranks of host node1" and "node1" in found.findings[0].evidence
+
+
+def test_a_slow_link_is_told_from_a_slow_rank(tmp_path: Path) -> None:
+    cluster = Cluster(dp=4, tp=2, seed=4)
+    cluster.communication["tp"][2:4] *= 5
+    found = told(cluster, tmp_path)
+    (link,) = found.ranks.links
+    assert link.ranks == (2, 3) and link.axis == "tp" and link.times == pytest.approx(5, rel=0.2)
+    assert found.findings[0].id == "explain.slow-link" and not found.ranks.slow
+
+
+def test_one_rank_that_pauses_at_random_steps_is_garbage_collection(tmp_path: Path) -> None:
+    """NVIDIA's and torchtitan's stragglers: pytorch/torchtitan#148, pauses of a second on one rank at a time."""
+    cluster, chance = Cluster(seed=5), np.random.default_rng(5)
+    at = chance.random(cluster.own["other"].shape) < 0.02
+    cluster.own["other"] = cluster.own["other"] + 1.3 * at
+    cluster.columns["gc_us"] = 1.3e6 * at
+    cluster.columns["gc_runs"] = 1.0 * at
+    found = told(cluster, tmp_path)
+    assert found.findings[0].id == "explain.garbage-collection" and "gc_interval" in found.findings[0].next_step
+    assert share_of(found) == pytest.approx(truth(cluster, Cluster(seed=5)), rel=0.1)
+
+
+def test_pauses_without_a_cause_are_not_determined(tmp_path: Path) -> None:
+    cluster, chance = Cluster(seed=6), np.random.default_rng(6)
+    cluster.own["other"][2] += 1.5 * (chance.random(cluster.steps) < 0.1)
+    first = told(cluster, tmp_path).findings[0]
+    assert first.id == "explain.pauses" and first.severity == "note" and "Not determined" in first.next_step
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
+def test_a_loader_that_is_late_costs_its_share(share: float, tmp_path: Path) -> None:
+    """AnswerDotAI/ModernBERT#236: a loader that supplies 30 % leaves 70 % waiting, and 3.3 times the speed to be
+    had."""
+    cluster = Cluster(seed=7)
+    wait = cluster.step_seconds * share / (1 - share)
+    cluster.own["data"] = cluster.own["data"] + wait
+    cluster.columns["loader_ready"][:] = 0
+    found = told(cluster, tmp_path)
+    assert found.findings[0].id == "explain.data-loading" and "data.num_workers" in found.findings[0].next_step
+    assert share_of(found) == pytest.approx(truth(cluster, Cluster(seed=7)), rel=0.1)
+    if share == 0.7:
+        gain = found.findings[0].gain
+        assert gain is not None and 3.0 < float(gain.split(", ")[1].split("x")[0]) < 3.6
+
+
+def test_uneven_stages_are_told_with_a_better_cut(tmp_path: Path) -> None:
+    cluster = Cluster(dp=2, pp=2, seed=8)
+    for phase in ("forward", "backward"):
+        cluster.own[phase][:2] *= 0.75
+        cluster.own[phase][2:] *= 1.25
+    first = told(cluster, tmp_path).findings[0]
+    assert first.id == "explain.stage-imbalance" and "stage 1" in first.subject
+    layout = json.loads(first.next_step.split("'")[1])
+    assert sum(layout) == 32 and layout[0] > layout[1]
+
+
+def test_fragmentation_is_told_by_the_allocators_retries(tmp_path: Path) -> None:
+    cluster, chance = Cluster(seed=9), np.random.default_rng(9)
+    at = chance.random(cluster.steps) < 0.3
+    cluster.own["forward"][:, at] += 0.4
+    cluster.columns["alloc_retries"] = np.cumsum(np.broadcast_to(at, (8, cluster.steps)), axis=1).astype(float)
+    found = told(cluster, tmp_path)
+    assert found.findings[0].id == "explain.memory-fragmentation"
+    assert "expandable_segments" in found.findings[0].next_step
+    assert share_of(found) == pytest.approx(truth(cluster, Cluster(seed=9)), rel=0.1)
+
+
+def test_leftover_variables_are_named(tmp_path: Path) -> None:
+    first = told(Cluster(environment={"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}), tmp_path).findings[0]
+    assert first.id == "explain.leftover-variable" and "NCCL_P2P_DISABLE=1" in first.subject
+
+
+def test_full_recomputation_costs_a_forward(tmp_path: Path) -> None:
+    cluster = Cluster(seed=10, recipe=["parallel.recompute=full"])
+    cluster.own["backward"] = cluster.own["backward"] + cluster.own["forward"]
+    found = told(cluster, tmp_path)
+    assert found.findings[0].id == "explain.full-recompute"
+    assert share_of(found) == pytest.approx(truth(cluster, Cluster(seed=10)), rel=0.1)
+
+
+def test_thousands_of_ranks_are_read_in_bounded_time_and_memory(tmp_path: Path) -> None:
+    import resource
+
+    cluster = Cluster(dp=256, tp=8, steps=60, seed=11)
+    cluster.own["backward"][777] += 0.1
+    folder = write(cluster, tmp_path / "run")
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = diagnose(read_run(folder))
+    assert found.ranks.slow[0].rank == 777 and found.ranks.slow[0].place.endswith("node97")
+    # thousands of ranks within a minute and 4 GiB, here with room for a busy machine
+    assert time.monotonic() - began < 60 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**21
+
+
+def test_ranks_that_are_missing_and_clocks_that_jump_are_survived(tmp_path: Path) -> None:
+    cluster = Cluster(seed=12)
+    cluster.columns["gpu_clock_mhz"] = np.random.default_rng(0).uniform(200, 1980, cluster.own["data"].shape)
+    folder = write(cluster, tmp_path / "run")
+    (folder / FOLDER / "rank-00003.0000.csv").unlink()
+    (folder / FOLDER / "rank-00004.0000.csv").write_text("")
+    found = diagnose(read_run(folder))
+    assert found.view.missing_ranks == [3, 4]
+    assert any(finding.id == "explain.incomplete" and "3, 4" in finding.evidence for finding in found.findings)
+
+
+def test_a_cpu_or_an_unknown_card_has_no_ceiling(tmp_path: Path) -> None:
+    found = told(Cluster(device_name="NVIDIA Unheard Of"), tmp_path)
+    assert found.waterfall is not None and found.waterfall.estimate is None
+    assert "not in the table of hardware" in found.waterfall.basis
+
+
+# ---- real runs
+
+
+def test_a_delayed_rank_of_four_is_found(tmp_path: Path) -> None:
+    data = runs.write_dataset(tmp_path / "data")
+    folder = tmp_path / "run"
+    slow = tmp_path / "slow.py"
+    slow.write_text(SLOW_RANK)
+    more = (f"run.plugins={slow}", "train.gc_interval=1000", "observe.log_interval=50")
+    run_ranks(runs.run, 4, runs.tiny(folder, data, *more, "checkpoint.interval=0", steps=30))
+    found = diagnose(read_run(folder))
+    assert found.ranks.slow and found.ranks.slow[0].rank == 2
+    named = next(finding for finding in found.findings if "rank 2" in finding.subject)
+    assert named.severity == "warning"
+    assert found.ranks.slow[0].seconds == pytest.approx(0.15, rel=0.3)
+
+
+SLOW_RANK = """
+import time
+import torch.distributed as dist
+from paceline.observe.hooks import Hook
+
+
+class Delay(Hook):
+    def on_step_start(self, start):
+        if dist.get_rank() == 2:
+            time.sleep(0.15)
+
+
+def register(registry):
+    registry.hook(lambda config: Delay())
+"""
+
+
+def test_a_run_folder_is_read_at_any_time(tmp_path: Path) -> None:
+    data = runs.write_dataset(tmp_path / "data")
+    folder = tmp_path / "run"
+    runs.alone(runs.tiny(folder, data, steps=20))
+    whole = diagnose(read_run(folder))
+    assert whole.view.end == "end" and whole.waterfall is not None
+    assert len(dimensions(whole.view)) >= 8 or len(dimensions(whole.view)) >= 5  # without a GPU and a second of samples
+    # being written: the last line of every file is cut
+    for file in (*(folder / FOLDER).iterdir(), folder / "metrics.jsonl", folder / "events.jsonl"):
+        file.write_bytes(file.read_bytes()[:-7])
+    cut = diagnose(read_run(folder))
+    assert cut.view.end == "" and cut.waterfall is not None and len(cut.view.steps) == 19
+    # damaged: each part that goes is named, the rest is told
+    (folder / "recipe.toml").write_text("[model\n")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    told = diagnose(read_run(folder))
+    assert told.waterfall is not None
+    evidence = next(finding.evidence for finding in told.findings if finding.id == "explain.incomplete")
+    assert "recipe.toml" in evidence and "metrics.jsonl" in evidence
+    for file in (folder / FOLDER).iterdir():
+        file.unlink()
+    empty = diagnose(read_run(folder))
+    assert empty.waterfall is None and run_explanation(empty).page().startswith("<!doctype html>")
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run folder"):
+        read_run(tmp_path)
+
+
+def test_the_page_and_the_data_hold_everything(tmp_path: Path) -> None:
+    cluster = Cluster(seed=13)
+    cluster.own["data"] = cluster.own["data"] + 0.3
+    shown = run_explanation(told(cluster, tmp_path))
+    data = json.loads(json.dumps(shown.as_dict()))
+    assert data["findings"][0]["id"] == "explain.data-loading"
+    assert set(data["findings"][0]) == {"id", "severity", "subject", "evidence", "next_step", "gain"}
+    assert sum(part["seconds"] for part in data["waterfall"]) == pytest.approx(data["step_seconds"], rel=0.01)
+    assert len(data["dimensions"]) >= 8
+    page = shown.page()
+    assert "explain.data-loading" in page and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
