@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.costs.profiles import find_profile
-from paceline.planner.fitting import RECIPES
+from paceline.planner.first_choice import Cell
+from paceline.planner.fit_recipes import RECIPES
 from paceline.planner.published import SOURCES, NotScored, PublishedRun, read_rows, read_run
-from paceline.planner.validate import Cell, Errors, SourceReport, cross_validate, report, score
+from paceline.planner.scored import Errors
+from paceline.planner.validate import SourceReport, cross_validate, report, score
 
 DOCS = Path(__file__).parent
 RUNS = DOCS / "measured" / "published_runs.csv"

@@ -11,7 +11,7 @@ from paceline.costs.workload import Cluster, Workload
 from paceline.planner.first_choice import cells
 from paceline.planner.machines import find_gpu
 from paceline.planner.published import PublishedRun, Source
-from paceline.planner.validate import Scored
+from paceline.planner.scored import Scored
 
 
 def scored(tp: int, measured: float, predicted: float, *, fits: bool = True, memory: float | None = None) -> Scored:

@@ -9,19 +9,16 @@ import pytest
 
 from paceline.costs.profiles import find_profile
 from paceline.costs.step import predict
+from paceline.planner.fit_recipes import RANGES, RECIPES, START, Recipe
 from paceline.planner.fitting import (
     LINEAR,
-    RANGES,
-    RECIPES,
-    START,
-    Recipe,
     demands,
+    fit_in_turn,
     fit_memory,
     fit_times,
     left_out,
     memory_units,
     neutral,
-    simplex,
 )
 from paceline.planner.published import PublishedRun, read_run
 
@@ -53,7 +50,7 @@ def test_a_fit_finds_the_numbers_that_made_the_times() -> None:
     runs = made_up_runs()
     measured = np.array([run.step_seconds for run in runs], dtype=np.float64)
     start = replace(TRUE, gemm_efficiency=0.9, launch_us=300.0, nvlink_efficiency=0.9)
-    found = fit_times(start, TIME, demands(runs, TRUE), measured, np.ones(len(runs)), rounds=3)
+    found = fit_times(start, TIME, demands(runs, TRUE), measured, np.ones(len(runs)))
     for name in TIME:
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.01)
 
@@ -71,14 +68,14 @@ def test_what_is_left_out_changes_nothing() -> None:
     """The predictions of a group do not move when its own measurements are falsified."""
     runs = made_up_runs()
     groups = [run.model_name for run in runs]
-    honest = left_out(runs, groups, TRUE, RECIPE, steps=60)
+    honest = left_out(runs, groups, TRUE, RECIPE)
     falsified = [
         replace(run, step_seconds=99.0 * (run.step_seconds or 0), memory_bytes=7.0 * (run.memory_bytes or 0))
         if run.model_name == "large"
         else run
         for run in runs
     ]
-    other = left_out(falsified, groups, TRUE, RECIPE, steps=60)
+    other = left_out(falsified, groups, TRUE, RECIPE)
     mine = np.array([group == "large" for group in groups])
     np.testing.assert_array_equal(honest.seconds[mine], other.seconds[mine])
     np.testing.assert_array_equal(honest.memory_bytes[mine], other.memory_bytes[mine])
@@ -89,13 +86,20 @@ def test_every_fit_starts_at_the_same_numbers_whatever_is_shipped() -> None:
     for recipe in RECIPES:
         shipped = find_profile(recipe.profile)
         start = neutral(shipped, recipe)
-        for name in recipe.time:
+        for name in (*recipe.time, *recipe.experts):
             low, high = RANGES[name]
             assert low <= START[name] <= high and getattr(start, name) == START[name]
             assert low <= getattr(shipped, name) <= high
         assert set(recipe.memory) <= set(LINEAR)
 
 
-def test_the_simplex_descends() -> None:
-    found = simplex(lambda point: float((point[0] - 3) ** 2 + 10 * (point[1] + 1) ** 2), np.zeros(2), 200)
-    np.testing.assert_allclose(found, [3, -1], atol=1e-3)
+def test_numbers_of_experts_are_fitted_on_experts_alone() -> None:
+    """And what dense models teach does not move with the times of mixtures of experts."""
+    runs = made_up_runs()
+    recipe = Recipe(profile="megatron", sources=("bridge",), time=TIME, experts=("expert_gemm_efficiency",))
+    measured = np.array([run.step_seconds for run in runs], dtype=np.float64)
+    experts = np.array([run.model_name == "large" for run in runs])
+    start, demand, weights = neutral(TRUE, recipe), demands(runs, TRUE), np.ones(len(runs))
+    one = fit_in_turn(start, recipe, demand, measured, weights, experts)
+    other = fit_in_turn(start, recipe, demand, np.where(experts, 3.0, 1.0) * measured, weights, experts)
+    assert all(getattr(one, name) == getattr(other, name) for name in TIME)

@@ -14,7 +14,8 @@ from paceline.errors import ConfigError
 from paceline.planner import first_choice
 from paceline.planner.calibration import calibrate, calibration_text, read_calibration, read_measured
 from paceline.planner.published import MEASURED, REQUIRED, NotScored, PublishedRun
-from paceline.planner.validate import Errors, SourceReport, cross_validate, report, score
+from paceline.planner.scored import Errors
+from paceline.planner.validate import SourceReport, cross_validate, report, score
 from paceline.report import units
 from paceline.report.console import make_console, print_table
 from paceline.report.table import Table, table

@@ -67,6 +67,8 @@ class Demand:
     """Share of a forward's communication that is done again."""
     hopper: Number
     """1: Hopper or later, for which attention kernels of Ampere are slow."""
+    ultra: Number
+    """1: Blackwell Ultra."""
     launches: Number
     """Operators of a layer relative to those of a dense one."""
 
@@ -188,6 +190,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         memory_again=again[2] * byte,
         communication_again=again[3],
         hopper=float(cluster.gpu.fp8 is not None),
+        ultra=float(cluster.gpu.is_ultra),
         launches=total.launches,
         **tensor_parallel(work, cluster, tokens),
         **context_parallel(work, cluster, tokens),

@@ -35,6 +35,8 @@ class Hardware:
     """Outside tensor cores: what torch does unless TF32 is allowed."""
     tf32: float | None = None
     fp4: float | None = None
+    is_ultra: bool = False
+    """Blackwell Ultra: the same peaks in bf16 and fp8 as Blackwell, at higher limits of power."""
     multiprocessors: int = 132
     """SMs or CUs; tiles of a matrix product are dealt out to them."""
     matmul_share: float = 0.8
@@ -143,7 +145,7 @@ _TABLE = (
     Hardware(
         name="B300 SXM", bf16=2250, fp8=4500, memory_gb=288, memory_tb_per_s=8.0, nvlink_gb_per_s=900,
         pcie_gb_per_s=63, patterns=(r"NVIDIA B300( SXM6)?( AC)?",),
-        fp4=13500, multiprocessors=148, matmul_share=0.79, fp8_matmul_share=0.76,
+        fp4=13500, is_ultra=True, multiprocessors=148, matmul_share=0.79, fp8_matmul_share=0.76,
         source=_STAS,
     ),
     Hardware(
@@ -155,7 +157,7 @@ _TABLE = (
     Hardware(
         name="GB300", bf16=2500, fp8=5000, memory_gb=288, memory_tb_per_s=8.0, nvlink_gb_per_s=900,
         pcie_gb_per_s=None, patterns=(r"NVIDIA GB300",),
-        fp4=15000, multiprocessors=148, matmul_share=0.73, fp8_matmul_share=0.72,
+        fp4=15000, is_ultra=True, multiprocessors=148, matmul_share=0.73, fp8_matmul_share=0.72,
         source=f"{_STAS}; rest: {_MEMORY}",
     ),
     Hardware(

@@ -28,6 +28,8 @@ class Profile:
     # ---- time: shares of what `costs/demand.py` calls best
     gemm_efficiency: Number = 0.88
     """Of the best large matrix product: clocks under load, cuBLAS's choices, gaps between kernels."""
+    ultra_products: Number = 1.0
+    """How much faster products run on Blackwell Ultra than on Blackwell; their peaks are the same."""
     attention_efficiency: Number = 0.70
     """Of the best large matrix product, at long sequences."""
     hopper_attention: Number = 1.0

@@ -60,8 +60,10 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     host = host + far * d.tp_crowd * p.crowded_call_us * 1e-6
     kernel = p.attention_efficiency * _where(d.hopper > 0, p.hopper_attention, 1.0)
     attention = d.attention_forward / kernel
+    clock = _where(d.ultra > 0, p.ultra_products, 1.0)
+    gemm, expert_gemm = p.gemm_efficiency * clock, p.expert_gemm_efficiency * clock
     forward = _pass(
-        gemm=d.gemm_forward / p.gemm_efficiency + d.expert_gemm_forward / p.expert_gemm_efficiency,
+        gemm=d.gemm_forward / gemm + d.expert_gemm_forward / expert_gemm,
         attention=attention + d.scores_forward / p.score_efficiency,
         memory=d.memory_forward / p.hbm_efficiency
         + d.expert_memory_forward / p.expert_hbm_efficiency
@@ -72,10 +74,10 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
         ep=ep_once,
         host=host,
     )
-    again = d.gemm_again / p.gemm_efficiency + d.attention_again / kernel + d.memory_again / p.hbm_efficiency
+    again = d.gemm_again / gemm + d.attention_again / kernel + d.memory_again / p.hbm_efficiency
     attention = d.attention_backward / kernel
     backward = _pass(
-        gemm=d.gemm_backward / p.gemm_efficiency + d.expert_gemm_backward / p.expert_gemm_efficiency,
+        gemm=d.gemm_backward / gemm + d.expert_gemm_backward / expert_gemm,
         attention=attention + d.scores_backward / p.score_efficiency,
         memory=d.memory_backward / p.hbm_efficiency
         + d.expert_memory_backward / p.expert_hbm_efficiency
@@ -100,7 +102,10 @@ def spend(d: Demand, p: Profile) -> dict[str, Number]:
     m = d.micro_batches
     layer = forward.total + backward.total
     # accumulation of gradients is a stage's, not a layer's
-    head_gemm, head_memory = d.head_gemm / p.gemm_efficiency, d.head_memory / p.hbm_efficiency
+    head_gemm, head_memory = (
+        d.head_gemm / (p.gemm_efficiency * _where(d.ultra > 0, p.ultra_products, 1.0)),
+        d.head_memory / p.hbm_efficiency,
+    )
     rest = p.micro_batch_ms * 1e-3 + d.accumulate / p.hbm_efficiency * (m > 1)
     inside = d.layers_inside * layer + rest
     last = d.layers_last * layer + head_gemm + head_memory + rest

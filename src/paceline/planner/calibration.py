@@ -27,13 +27,13 @@ from paceline.costs.step import predict
 from paceline.costs.workload import INTERCONNECTS, Cluster, Workload
 from paceline.errors import ConfigError, PacelineError
 from paceline.observe.events import read_events, read_metrics
-from paceline.planner.fitting import RANGES, demands, fit_memory, fit_times, memory_units
+from paceline.planner.fit_recipes import RANGES
+from paceline.planner.fitting import demands, fit_memory, fit_times, memory_units
 from paceline.planner.machines import usual_interconnect
 from paceline.planner.published import NotScored, PublishedRun, Source, read_rows, read_run
 
 _WARM_UP = 2
 """Lines of metrics that are left out: compilation, first allocations, caches."""
-_STEPS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def calibrate(runs: Sequence[PublishedRun], profile: Profile) -> Calibration:
         )
     names = _names(timed)
     measured = np.array([run.step_seconds for run in timed], dtype=np.float64)
-    fitted = fit_times(profile, names, demands(timed, profile), measured, np.ones(len(timed)), steps=_STEPS)
+    fitted = fit_times(profile, names, demands(timed, profile), measured, np.ones(len(timed)))
     sized = [run for run in runs if run.memory_bytes]
     if sized:
         memory = np.array([run.memory_bytes for run in sized], dtype=np.float64)

@@ -1,8 +1,8 @@
 """Which numbers of a profile explain measured runs best?
 
-Times: the mean absolute log ratio of predicted and measured steps is minimised over a few numbers of a profile, by the
-simplex method of Nelder and Mead (The Computer Journal 7, 1965), inside the ranges of `RANGES`. All rows are evaluated
-at once (`costs/demand.py: stacked`), so that a fit takes a second. Memory is linear in its numbers: least absolute
+Times: the mean absolute log ratio of predicted and measured steps is minimised over a few numbers of a profile
+(`planner/descent.py`), inside the ranges of `planner/fit_recipes.py`. All rows are evaluated at once
+(`costs/demand.py: stacked`), so that a fit takes a tenth of a second. Memory is linear in its numbers: least absolute
 relative residuals, by reweighted least squares, negative numbers dropped.
 
 A fit that is to be judged must not have seen what it is judged on: `left_out` predicts every group of rows with a
@@ -11,7 +11,7 @@ profile fitted on all other groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,154 +23,10 @@ from paceline.costs.footprint import LINEAR, linear_bytes
 from paceline.costs.profiles import Profile
 from paceline.costs.spend import seconds
 from paceline.costs.step import rank_layers
+from paceline.planner.descent import Array, descend
+from paceline.planner.fit_recipes import RANGES, START, Recipe
 from paceline.planner.irregular import irregular
 from paceline.planner.published import PublishedRun
-
-Array = npt.NDArray[np.float64]
-
-RANGES: Mapping[str, tuple[float, float]] = {
-    "gemm_efficiency": (0.5, 1.1),
-    "expert_gemm_efficiency": (0.2, 1.1),
-    "expert_hbm_efficiency": (0.05, 0.95),
-    "attention_efficiency": (0.25, 1.1),
-    "hopper_attention": (0.3, 1.2),
-    "hbm_efficiency": (0.1, 0.95),
-    "score_efficiency": (0.1, 0.95),
-    "cast_efficiency": (0.1, 1.0),
-    "optimizer_efficiency": (0.05, 1.0),
-    "nvlink_efficiency": (0.2, 1.0),
-    "network_efficiency": (0.05, 1.0),
-    "data_network": (0.05, 1.5),
-    "tensor_gather_us": (0.1, 500.0),
-    "ring_step_us": (0.01, 50.0),
-    "launch_us": (5.0, 4000.0),
-    "call_us": (1.0, 500.0),
-    "wide_call_us": (1.0, 10000.0),
-    "far_loss": (0.0, 2.0),
-    "call_launch_us": (0.5, 1000.0),
-    "crowded_call_us": (0.1, 3000.0),
-    "send_us": (1.0, 5000.0),
-    "micro_batch_ms": (0.01, 50.0),
-    "step_ms": (0.1, 100.0),
-    "step_latency_ms": (0.01, 50.0),
-    "gradient_overlap": (0.0, 1.0),
-    "parameter_overlap": (0.0, 1.0),
-    "tensor_overlap": (0.0, 0.9),
-    "async_tensor_overlap": (0.0, 0.95),
-    "expert_overlap": (0.0, 0.9),
-    "send_exposed": (0.0, 1.5),
-    "jitter": (0.0, 0.1),
-}
-"""What is physically possible. Efficiencies above 1 only where "best" is a product that others have measured."""
-
-
-START: Mapping[str, float] = {
-    "gemm_efficiency": 0.9,
-    "expert_gemm_efficiency": 0.5,
-    "expert_hbm_efficiency": 0.5,
-    "attention_efficiency": 0.5,
-    "hopper_attention": 0.7,
-    "hbm_efficiency": 0.7,
-    "score_efficiency": 0.5,
-    "cast_efficiency": 0.7,
-    "optimizer_efficiency": 0.7,
-    "nvlink_efficiency": 0.8,
-    "network_efficiency": 0.5,
-    "data_network": 1.0,
-    "tensor_gather_us": 10.0,
-    "ring_step_us": 5.0,
-    "launch_us": 500.0,
-    "call_us": 20.0,
-    "wide_call_us": 300.0,
-    "far_loss": 0.3,
-    "call_launch_us": 30.0,
-    "crowded_call_us": 100.0,
-    "send_us": 20.0,
-    "micro_batch_ms": 0.5,
-    "step_ms": 5.0,
-    "step_latency_ms": 2.0,
-    "gradient_overlap": 0.5,
-    "parameter_overlap": 0.5,
-    "tensor_overlap": 0.3,
-    "async_tensor_overlap": 0.5,
-    "expert_overlap": 0.3,
-    "send_exposed": 0.5,
-    "jitter": 0.005,
-    "kept_hidden": 4.0,
-    "kept_beside": 1.0,
-    "kept_gathered": 1.0,
-    "framework_gib": 1.0,
-}
-"""Where every fit of every framework starts: round numbers, so that no fit begins at what other rows have taught."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How the profile of a framework is fitted."""
-
-    profile: str
-    sources: tuple[str, ...]
-    """Fitted together, each with the same weight."""
-    time: tuple[str, ...]
-    memory: tuple[str, ...] = ()
-    cap: float = float("inf")
-    """A row counts for no more than this log ratio: tables with runs that other causes slowed down."""
-    regular: bool = False
-    """Fitted without rows that `planner/irregular.py` finds; judged with them."""
-
-
-RECIPES: tuple[Recipe, ...] = (
-    Recipe(
-        profile="megatron_deepspeed",
-        sources=("vtrain_single", "vtrain_multi"),
-        time=(
-            "gemm_efficiency", "hbm_efficiency", "score_efficiency", "attention_efficiency",
-            "launch_us", "call_us", "call_launch_us", "nvlink_efficiency", "network_efficiency", "send_us",
-            "micro_batch_ms",
-        ),
-    ),
-    Recipe(
-        profile="nanotron",
-        sources=("nanotron",),
-        time=(
-            "gemm_efficiency", "hbm_efficiency", "attention_efficiency", "launch_us", "call_us", "wide_call_us",
-            "far_loss", "call_launch_us", "crowded_call_us", "nvlink_efficiency", "network_efficiency",
-            "data_network", "tensor_gather_us", "ring_step_us", "gradient_overlap", "step_latency_ms",
-        ),
-        memory=("kept_beside", "kept_gathered", "framework_gib"),
-        cap=0.6,
-        regular=True,
-    ),
-    Recipe(
-        profile="llm_foundry",
-        sources=("llm_foundry",),
-        time=(
-            "gemm_efficiency", "hbm_efficiency", "attention_efficiency", "hopper_attention", "cast_efficiency",
-            "nvlink_efficiency", "network_efficiency", "gradient_overlap", "parameter_overlap", "micro_batch_ms",
-            "step_ms", "step_latency_ms",
-        ),
-    ),
-    Recipe(
-        profile="megatron_bridge",
-        sources=("bridge",),
-        time=(
-            "gemm_efficiency", "expert_gemm_efficiency", "expert_hbm_efficiency", "hbm_efficiency",
-            "attention_efficiency", "cast_efficiency", "network_efficiency", "tensor_overlap", "expert_overlap",
-            "send_exposed", "launch_us",
-        ),
-    ),
-    Recipe(
-        profile="torchtitan",
-        sources=("torchtitan",),
-        time=("gemm_efficiency", "attention_efficiency", "hbm_efficiency", "cast_efficiency", "async_tensor_overlap"),
-    ),
-    Recipe(
-        profile="megatron_2021",
-        sources=("korthikanti", "sc21"),
-        time=("gemm_efficiency", "score_efficiency", "send_exposed", "network_efficiency"),
-    ),
-)  # fmt: skip
-
 
 # ---- times
 
@@ -193,68 +49,60 @@ def fit_times(
     weights: Array,
     *,
     cap: float = float("inf"),
-    rounds: int = 2,
-    steps: int = 900,
+    steps: int = 60,
 ) -> Profile:
     """``profile`` with those numbers fitted."""
-    low = np.array([RANGES[name][0] for name in names])
-    high = np.array([RANGES[name][1] for name in names])
-    logarithmic = low > 0
-    log_low, log_high = np.log(np.where(logarithmic, low, 1.0)), np.log(high)
+    scale = _Scale.of(names)
 
-    def values(point: Array) -> Array:
-        share = 1.0 / (1.0 + np.exp(-np.clip(point, -30, 30)))
-        found = np.where(logarithmic, np.exp(log_low + share * (log_high - log_low)), low + share * (high - low))
-        return np.asarray(found, dtype=np.float64)
+    def residuals(points: Array) -> Array:
+        numbers = scale.values(points)
+        columns: dict[str, Any] = {name: numbers[:, [i]] for i, name in enumerate(names)}
+        many = replace(profile, **columns)
+        return np.asarray(np.log(seconds(demand, many)) - np.log(measured) + 0.0 * points[:, :1], dtype=np.float64)
 
-    def with_values(point: Array) -> Profile:
-        numbers: dict[str, Any] = dict(zip(names, map(float, values(point)), strict=True))
-        return replace(profile, **numbers)
-
-    wanted = np.log(measured)
-
-    def loss(point: Array) -> float:
-        ratio = np.abs(np.log(seconds(demand, with_values(point))) - wanted)
-        return float(np.mean(np.minimum(ratio, cap) * weights))
-
-    start = np.clip(np.array([float(getattr(profile, name)) for name in names]), low, high)
-    start_log = np.log(np.where(logarithmic, start, 1.0))
-    span_log = np.where(logarithmic, log_high - log_low, 1.0)
-    share = np.where(logarithmic, (start_log - log_low) / span_log, (start - low) / (high - low))
-    share = np.clip(share, 1e-3, 1 - 1e-3)
-    point = np.log(share / (1 - share))
-    for _ in range(rounds):
-        point = simplex(loss, point, steps)
-    return with_values(point)
+    start = scale.point(np.array([float(getattr(profile, name)) for name in names]))
+    found = scale.values(descend(residuals, start, weights, cap=cap, steps=steps)[None])[0]
+    numbers: dict[str, Any] = dict(zip(names, map(float, found), strict=True))
+    return replace(profile, **numbers)
 
 
-def simplex(loss: Callable[[Array], float], start: Array, steps: int, size: float = 0.6) -> Array:
-    """The lowest point that the method of Nelder and Mead finds in so many steps."""
-    points = [start, *(start + size * row for row in np.eye(len(start)))]
-    values = [loss(point) for point in points]
-    for _ in range(steps):
-        order = np.argsort(values, kind="stable")
-        points, values = [points[i] for i in order], [values[i] for i in order]
-        if values[-1] - values[0] < 1e-7:
-            break
-        middle = np.mean(points[:-1], axis=0)
-        away = middle + (middle - points[-1])
-        value = loss(away)
-        if value < values[0]:
-            further = middle + 2 * (middle - points[-1])
-            value_further = loss(further)
-            points[-1], values[-1] = (further, value_further) if value_further < value else (away, value)
-        elif value < values[-2]:
-            points[-1], values[-1] = away, value
-        else:
-            nearer = middle + 0.5 * ((away if value < values[-1] else points[-1]) - middle)
-            value_nearer = loss(nearer)
-            if value_nearer < min(value, values[-1]):
-                points[-1], values[-1] = nearer, value_nearer
-            else:
-                points = [points[0], *(points[0] + 0.5 * (point - points[0]) for point in points[1:])]
-                values = [values[0], *(loss(point) for point in points[1:])]
-    return points[int(np.argmin(values))]
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """Numbers inside their ranges as points without bounds: the logistic of their place between both ends, in
+    logarithms where the lower end is not zero."""
+
+    low: Array
+    high: Array
+    logarithmic: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> _Scale:
+        low = np.array([RANGES[name][0] for name in names])
+        high = np.array([RANGES[name][1] for name in names])
+        logarithmic = low > 0
+        ends = (np.where(logarithmic, np.log(np.where(logarithmic, end, 1.0)), end) for end in (low, high))
+        return cls(low=next(ends), high=next(ends), logarithmic=logarithmic)
+
+    def values(self, points: Array) -> Array:
+        found = self.low + (self.high - self.low) / (1.0 + np.exp(-np.clip(points, -30, 30)))
+        return np.asarray(np.where(self.logarithmic, np.exp(np.where(self.logarithmic, found, 0.0)), found))
+
+    def point(self, values: Array) -> Array:
+        flat = np.where(self.logarithmic, np.log(np.where(self.logarithmic, values, 1.0)), values)
+        share = np.clip((flat - self.low) / (self.high - self.low), 1e-3, 1 - 1e-3)
+        return np.asarray(np.log(share / (1 - share)))
+
+
+def fit_in_turn(
+    profile: Profile, recipe: Recipe, demand: Demand, measured: Array, weights: Array, experts: npt.NDArray[np.bool_]
+) -> Profile:
+    """The recipe's numbers: those of experts, if it has them apart, on rows with ``experts`` after all others on rows
+    without."""
+    if not recipe.experts or experts.all() or not experts.any():
+        return fit_times(profile, (*recipe.time, *recipe.experts), demand, measured, weights, cap=recipe.cap)
+    for names, rows in ((recipe.time, ~experts), (recipe.experts, experts)):
+        profile = fit_times(profile, names, some(demand, rows), measured[rows], weights[rows], cap=recipe.cap)
+    return profile
 
 
 # ---- memory
@@ -309,9 +157,7 @@ class LeftOut:
     memory_bytes: Array
 
 
-def left_out(
-    runs: Sequence[PublishedRun], groups: Sequence[str], profile: Profile, recipe: Recipe, *, steps: int = 900
-) -> LeftOut:
+def left_out(runs: Sequence[PublishedRun], groups: Sequence[str], profile: Profile, recipe: Recipe) -> LeftOut:
     """Fits once for each group, on the runs of all other groups, and predicts the group's runs, crashed ones too."""
     profile = neutral(profile, recipe)
     group_of = np.array(groups)
@@ -326,8 +172,8 @@ def left_out(
         timed = known & np.isfinite(times) & trusted
         fitted = profile
         if timed.any():
-            fitted = fit_times(
-                fitted, recipe.time, some(demand, timed), times[timed], weights[timed], cap=recipe.cap, steps=steps
+            fitted = fit_in_turn(
+                fitted, recipe, some(demand, timed), times[timed], weights[timed], has_experts(runs)[timed]
             )
         found.seconds[asked] = seconds(some(demand, asked), fitted)
         sized = known & np.isfinite(memory) & trusted
@@ -335,6 +181,10 @@ def left_out(
             fitted = fit_memory(fitted, recipe.memory, units[sized], memory[sized])
         found.memory_bytes[asked] = units[asked] @ memory_numbers(fitted)
     return found
+
+
+def has_experts(runs: Sequence[PublishedRun]) -> npt.NDArray[np.bool_]:
+    return np.array([run.workload.model.is_moe for run in runs])
 
 
 def _trusted(runs: Sequence[PublishedRun], recipe: Recipe) -> npt.NDArray[np.bool_]:
@@ -345,23 +195,22 @@ def _trusted(runs: Sequence[PublishedRun], recipe: Recipe) -> npt.NDArray[np.boo
 
 def neutral(profile: Profile, recipe: Recipe) -> Profile:
     """With every number that is fitted at `START`."""
-    numbers: dict[str, Any] = {name: START[name] for name in (*recipe.time, *recipe.memory)}
+    numbers: dict[str, Any] = {name: START[name] for name in (*recipe.time, *recipe.experts, *recipe.memory)}
     return replace(profile, **numbers)
 
 
-def fit_all(runs: Sequence[PublishedRun], profile: Profile, recipe: Recipe, *, steps: int = 2000) -> Profile:
+def fit_all(runs: Sequence[PublishedRun], profile: Profile, recipe: Recipe) -> Profile:
     """On every run: the profile to ship. Never judged on these."""
     profile = neutral(profile, recipe)
     runs = [run for run, trusted in zip(runs, _trusted(runs, recipe), strict=True) if trusted]
     timed = [run for run in runs if run.step_seconds]
-    fitted = fit_times(
-        profile, recipe.time, demands(timed, profile), np.array([run.step_seconds for run in timed], dtype=np.float64),
-        source_weights(timed), cap=recipe.cap, rounds=3, steps=steps,
-    )  # fmt: skip
+    measured = np.array([run.step_seconds for run in timed], dtype=np.float64)
+    demand, weights = demands(timed, profile), source_weights(timed)
+    fitted = fit_in_turn(profile, recipe, demand, measured, weights, has_experts(timed))
     sized = [run for run in runs if run.memory_bytes]
     if recipe.memory and len(sized) > len(recipe.memory):
-        measured = np.array([run.memory_bytes for run in sized], dtype=np.float64)
-        fitted = fit_memory(fitted, recipe.memory, memory_units(sized, profile), measured)
+        bytes_of = np.array([run.memory_bytes for run in sized], dtype=np.float64)
+        fitted = fit_memory(fitted, recipe.memory, memory_units(sized, profile), bytes_of)
     return fitted
 
 

@@ -38,6 +38,7 @@ KEPT = 40
 
 ALIKE = 0.01
 """Speeds that differ by less are a tie: predictions do not tell them apart."""
+
 _USUAL = ("1f1b", "interleaved_1f1b")
 
 _RECOMPUTE = ("none", "selective", "full")

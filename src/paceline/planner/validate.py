@@ -15,74 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean
 
 from paceline.costs.footprint import memory_by_stage
 from paceline.costs.profiles import Profile, find_profile
 from paceline.costs.step import fits, predict, rank_layers
-from paceline.planner.fitting import RECIPES, LeftOut, Recipe, left_out
+from paceline.planner.first_choice import Cell, cell_key, cells, cells_of
+from paceline.planner.fit_recipes import RECIPES, Recipe
+from paceline.planner.fitting import left_out
 from paceline.planner.irregular import irregular
 from paceline.planner.published import NotScored, PublishedRun
-
-GIB = 2.0**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """One run, predicted."""
-
-    run: PublishedRun
-    predicted_seconds: float
-    predicted_bytes: float
-    """Of the rank whose memory the source reports."""
-    predicted_fits: bool
-    """On the most loaded rank."""
-
-    @property
-    def time_error(self) -> float | None:
-        measured = self.run.step_seconds
-        return None if measured is None else self.predicted_seconds / measured - 1
-
-    @property
-    def memory_error(self) -> float | None:
-        measured = self.run.memory_bytes
-        return None if measured is None else self.predicted_bytes / measured - 1
-
-    def as_dict(self) -> dict[str, str | float | None]:
-        measured = self.run.memory_bytes
-        return {
-            "id": self.run.id,
-            "predicted_step_seconds": self.predicted_seconds,
-            "measured_step_seconds": self.run.step_seconds,
-            "predicted_memory_gib": self.predicted_bytes / GIB,
-            "measured_memory_gib": None if measured is None else measured / GIB,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Absolute relative errors of some rows."""
-
-    rows: int
-    mape: float
-    median: float
-    p90: float
-    worst: float
-
-    @classmethod
-    def of(cls, errors: Sequence[float]) -> Errors | None:
-        """None without any."""
-        if not errors:
-            return None
-        values = np.abs(np.array(errors))
-        return cls(
-            rows=len(values),
-            mape=float(np.mean(values)),
-            median=float(np.median(values)),
-            p90=float(np.quantile(values, 0.9)),
-            worst=float(np.max(values)),
-        )
+from paceline.planner.scored import GIB, Errors, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,20 +41,6 @@ class Fit:
     others: int
     """Crashes that memory does not explain: not scored."""
     others_flagged: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One model on one number of GPUs, of at least two layouts."""
-
-    source: str
-    model: str
-    gpus: int
-    rows: int
-    regret: float
-    """Measured time a token of the predicted best layout over the measured best's, less 1."""
-    rank: int
-    """Place of the measured best in the predicted order, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +84,7 @@ def score(runs: Sequence[PublishedRun], profiles: Mapping[str, Profile] | None =
     return found
 
 
-def cross_validate(runs: Sequence[PublishedRun], *, steps: int = 1200) -> tuple[list[Scored], list[Cell]]:
+def cross_validate(runs: Sequence[PublishedRun]) -> tuple[list[Scored], list[Cell]]:
     """Every run predicted by a profile that never saw its model; every cell by one that never saw the cell."""
     scored, cells = [], []
     for recipe in RECIPES:
@@ -163,19 +92,31 @@ def cross_validate(runs: Sequence[PublishedRun], *, steps: int = 1200) -> tuple[
         if not chosen:
             continue
         profile = find_profile(recipe.profile)
-        found = left_out(chosen, [run.model_name for run in chosen], profile, recipe, steps=steps)
-        for run, seconds, memory in zip(chosen, found.seconds, found.memory_bytes, strict=True):
-            most = _most_loaded(run, profile, float(memory))
-            scored.append(
-                Scored(
-                    run=run,
-                    predicted_seconds=float(seconds),
-                    predicted_bytes=float(memory),
-                    predicted_fits=fits(most, run.cluster, profile),
-                )
-            )
-        cells += _cells(chosen, profile, recipe, steps)
+        scored += _left_out(chosen, [run.model_name for run in chosen], profile, recipe)
+        cells += _cells(chosen, profile, recipe)
     return scored, cells
+
+
+def _left_out(runs: Sequence[PublishedRun], groups: Sequence[str], profile: Profile, recipe: Recipe) -> list[Scored]:
+    found = left_out(runs, groups, profile, recipe)
+    return [
+        Scored(
+            run=run,
+            predicted_seconds=float(seconds),
+            predicted_bytes=float(memory),
+            predicted_fits=fits(_most_loaded(run, profile, float(memory)), run.cluster, profile),
+        )
+        for run, seconds, memory in zip(runs, found.seconds, found.memory_bytes, strict=True)
+    ]
+
+
+def _cells(runs: Sequence[PublishedRun], profile: Profile, recipe: Recipe) -> list[Cell]:
+    """Each left out of the fit as a whole."""
+    wanted = set(cells_of(runs))
+    if not wanted:
+        return []
+    groups = [key if (key := cell_key(run)) in wanted else "" for run in runs]
+    return cells(_left_out(runs, groups, profile, recipe))
 
 
 def _most_loaded(run: PublishedRun, profile: Profile, reported: float) -> float:
@@ -184,57 +125,6 @@ def _most_loaded(run: PublishedRun, profile: Profile, reported: float) -> float:
     if profile.reported == "most":
         return reported
     return reported * max(stage.total for stage in stages) / stages[0].total
-
-
-# ---- regret
-
-
-def _cell_of(run: PublishedRun) -> str:
-    work = run.workload
-    return (
-        "|".join(map(str, (run.source.key, run.model_name, run.cluster.gpus, run.cluster.gpu.name, work.seq_len)))
-        + f"|{work.precision}|{run.release}"
-    )
-
-
-def _cells(runs: Sequence[PublishedRun], profile: Profile, recipe: Recipe, steps: int) -> list[Cell]:
-    by_cell: dict[str, list[int]] = {}
-    for index, run in enumerate(runs):
-        if run.step_seconds is not None:
-            by_cell.setdefault(_cell_of(run), []).append(index)
-    wanted = {name: rows for name, rows in by_cell.items() if len(rows) > 1 and _layouts(runs, rows) > 1}
-    if not wanted:
-        return []
-    groups = [_cell_of(run) if _cell_of(run) in wanted else "" for run in runs]
-    found = left_out(runs, groups, profile, recipe, steps=max(200, steps // 2))
-    return [_regret(runs, rows, found, profile, judges_memory=bool(recipe.memory)) for rows in wanted.values()]
-
-
-def _layouts(runs: Sequence[PublishedRun], rows: Sequence[int]) -> int:
-    return len({runs[row].workload for row in rows})
-
-
-def _regret(
-    runs: Sequence[PublishedRun], rows: Sequence[int], found: LeftOut, profile: Profile, *, judges_memory: bool
-) -> Cell:
-    """The first choice is the fastest predicted layout among those predicted to fit, as a planner's would be."""
-    tokens = np.array([runs[row].workload.tokens for row in rows])
-    measured = np.array([runs[row].step_seconds or 0.0 for row in rows]) / tokens
-    expected = found.seconds[list(rows)] / tokens
-    if judges_memory:
-        memory = [_most_loaded(runs[row], profile, float(found.memory_bytes[row])) for row in rows]
-        refused = np.array([not fits(size, runs[row].cluster, profile) for row, size in zip(rows, memory, strict=True)])
-        expected = np.where(refused, expected + expected.max(), expected)
-    order = np.argsort(expected, kind="stable")
-    first = runs[rows[0]]
-    return Cell(
-        source=first.source.key,
-        model=first.model_name,
-        gpus=first.cluster.gpus,
-        rows=len(rows),
-        regret=float(measured[order[0]] / measured.min() - 1),
-        rank=int(np.argmax(order == int(np.argmin(measured)))) + 1,
-    )
 
 
 # ---- crashes
@@ -270,7 +160,7 @@ def _extrapolated(run: PublishedRun, ran: Mapping[int, Sequence[Scored]]) -> flo
     smaller = sorted(size for size in ran if size < wanted)
     if not smaller:
         return 0.0
-    points = [(size, float(np.mean([one.run.memory_bytes or 0.0 for one in ran[size]]))) for size in smaller[-2:]]
+    points = [(size, fmean(one.run.memory_bytes or 0.0 for one in ran[size])) for size in smaller[-2:]]
     if len(points) == 1:
         size, measured = points[0]
         like = ran[size][0].run
