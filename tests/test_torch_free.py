@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 ROOMS = (
     *("errors.py", "report", "config", "costs", "planner", "explain", "launch", "observe/telemetry"),
-    *("doctor/environment", "doctor/variables", "doctor/topology", "doctor/nccl", "doctor/hardware"),
+    *("doctor/environment", "doctor/variables", "doctor/topology", "doctor/nccl", "doctor/hardware", "doctor/measured"),
 )
 FILES = (
     "observe/events.py",

@@ -205,3 +205,59 @@ def test_bad_use_is_code_2(files: Path, arguments: tuple[str, ...], says: str) -
 def test_utf16_as_powershell_writes_it(files: Path) -> None:
     (files / "wide.txt").write_bytes(nodes.NCCL_667.encode("utf-16"))
     assert doctor("--topo", str(files / "wide.txt")).code == 0
+
+
+# ---- measuring
+
+
+def test_measuring_with_processes_of_our_own(tmp_path: Path) -> None:
+    done = paceline("doctor", "--measure", "--nproc", "2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)["measured"]
+    assert [one["rank"] for one in measured["ranks"]] == [0, 1] and measured["backend"] == "gloo"
+    assert set(measured["pairs"]) == {"0-1", "1-0"}
+    assert list(tmp_path.iterdir()) == [], "a CPU has nothing for the planner"
+
+
+def test_measuring_under_a_launcher_speaks_once(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "paceline", "doctor", str(ROOT / "recipes" / "tiny.toml"), "--measure", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    document = json.loads(done.stdout)  # one document, not two
+    assert len(document["measured"]["ranks"]) == 2
+    assert document["measured"]["ranks"][0]["rates"]["loader"] > 0
+    assert done.returncode in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--measure", "--topo", "TOPO"), "describe another"),
+        (("--nproc", "2"), "goes with --measure"),
+        (("--measure", "--out", "ENV"), "doctor did not make it"),
+        (("--measure", "--out", "no/such/folder/c.toml"), "no such folder"),
+    ],
+)
+def test_bad_use_of_measuring(files: Path, arguments: tuple[str, ...], says: str) -> None:
+    names = {"TOPO": "topo.txt", "ENV": "env.txt"}
+    done = doctor(*(str(files / names[each]) if each in names else each for each in arguments))
+    assert done.code == 2 and says in done.error
+
+
+def test_a_measurement_is_judged_and_written(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.doctor.measured.machines import healthy
+
+    monkeypatch.setattr("paceline.cli.doctor_measure.measure_here", lambda config, wish: healthy(1, 2))
+    monkeypatch.setattr("paceline.cli.doctor_check.look", lambda: live.look(nvml=Nvml(2), run=lambda command: None))
+    out, page = files / "c.toml", files / "page.html"
+    for _ in range(2):  # our own file is replaced
+        done = doctor("--measure", "--out", str(out), "--html", str(page))
+        assert "all-reduce" in done.out or "all_reduce" in done.out
+    assert "gemm_efficiency" in out.read_text() and "measured.calibration" in page.read_text()
+    assert doctor("llama3_8b", "--gpus", "2", "--gpu", "H200", "--calibration", str(out), "--topo", "-",
+                  stdin=nodes.TWO_H200_IN_COLOUR).code == 0  # fmt: skip

@@ -33,6 +33,7 @@ def _doctor() -> None:
       paceline doctor recipes/llama3_8b.toml
       paceline doctor recipes/llama3_8b.toml --topo topo.txt --env env.txt --gpus 16 --gpu H100-80
       nvidia-smi topo -m | paceline doctor --topo -
+      paceline doctor recipes/llama3_8b.toml --measure
       paceline doctor nccl nccl.log
     """
 
@@ -61,6 +62,15 @@ def check(
     calibration: Annotated[
         str, typer.Option("--calibration", help="Measured rates to predict with; default: cluster.calibration.")
     ] = "",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's ceilings: about a minute on GPUs.")
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Processes that measure; default: one for each GPU.")
+    ] = None,
+    out: Annotated[
+        str, typer.Option("--out", "-o", help="Where --measure writes what `plan --calibration` reads; '' = nowhere.")
+    ] = "calibration.toml",
     as_json: Json = False,
     html: Html = "",
 ) -> None:
@@ -83,8 +93,27 @@ def check(
         interconnect=interconnect,
         overrides=tuple(overrides or ()),
         calibration=calibration,
+        measure=measure,
+        nproc=nproc,
+        out=out,
     )
-    raise typer.Exit(show(examine(asked), "Doctor", as_json=as_json, html=html))
+    found = examine(asked)
+    # under a launcher the first process speaks for all
+    raise typer.Exit(0 if found is None else show(found, "Doctor", as_json=as_json, html=html))
+
+
+@app.command("ceilings", hidden=True)
+def ceilings(
+    recipe: Annotated[str, typer.Argument(help="Recipe whose dataset and run folder are measured.")] = "",
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
+    out: Annotated[str, typer.Option("--out", help="JSON of what was measured.")] = "measured.json",
+) -> None:
+    """Measure in this process of a launcher; `check --measure` starts these."""
+    from paceline.cli.doctor_measure import write_measured
+    from paceline.planner.request import load
+
+    config = load(recipe, overrides or (), None)[0].config if recipe else None
+    write_measured(config, out)
 
 
 @app.command("nccl", no_args_is_help=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from paceline.config.load import Recipe
 from paceline.costs.hardware import find_hardware
@@ -19,10 +20,16 @@ from paceline.doctor.hardware.smi import parse_smi
 from paceline.doctor.software import read_software
 from paceline.doctor.text_file import read_text
 from paceline.doctor.topology.matrix import LinkMatrix, parse_matrices
+from paceline.errors import ConfigError
 from paceline.planner.machines import find_gpu, make_cluster
+from paceline.planner.rank import Candidate
 from paceline.planner.request import calibrated, find_cluster, load
 from paceline.report.finding import Finding
 from paceline.runtime.environment import environment
+from paceline.runtime.launcher import process_info
+
+if TYPE_CHECKING:
+    from paceline.cli.doctor_measure import Wish
 
 _TOPO = "nvidia-smi topo -m > topo.txt"
 _SMI = "nvidia-smi -q -x > smi.xml"
@@ -45,6 +52,9 @@ class Asked:
     interconnect: str = ""
     overrides: tuple[str, ...] = ()
     calibration: str = ""
+    measure: bool = False
+    nproc: int | None = None
+    out: str = ""
 
     @property
     def describes_another(self) -> bool:
@@ -52,16 +62,26 @@ class Asked:
         return bool(self.topo or self.smi or self.env or self.lspci)
 
 
-def examine(asked: Asked) -> Examination:
-    """Everything that was asked for.
+def examine(asked: Asked) -> Examination | None:
+    """Everything that was asked for; None in a process of a launcher that is not the first.
 
     Raises:
         ConfigError: a file or the recipe cannot be read, or an option is not known. Before anything is shown.
     """
+    _refuse_pairs(asked)
     recipe, is_preset = None, False
     if asked.recipe:
         recipe, is_preset, _ = load(asked.recipe, asked.overrides, asked.gpus)
-    live = Live() if asked.describes_another else look()
+    # before torch starts processes and fills the GPUs
+    variables, main = environment(), process_info().is_main
+    live = look() if main and not asked.describes_another else Live()
+    measured = None
+    if asked.measure:
+        from paceline.cli.doctor_measure import measure_here
+
+        measured = measure_here(recipe.config if recipe and not is_preset else None, _wish(asked))
+    if not main:
+        return None
     cards = _cards(asked, live)
     matrices = _matrices(asked, live)
     per_node = len(cards) or (len(matrices[0].gpus) if matrices else 0)
@@ -81,13 +101,46 @@ def examine(asked: Asked) -> Examination:
         examination.add_topology(matrices)
     if text := read_text(asked.lspci, "--lspci", _LSPCI) if asked.lspci else live.lspci:
         examination.add_acs(text, asked.lspci or "lspci")
-    _add_environment(examination, asked, host, per_node or (cluster.gpus_per_node if cluster else 0))
+    _add_environment(examination, asked, variables, host, per_node or (cluster.gpus_per_node if cluster else 0))
     if host is not None:
         examination.add_host(host, gpus=len(cards))
         _add_software(examination, live, len(cards))
-    if recipe is not None:
-        _add_recipe(examination, asked, recipe, cluster, is_preset=is_preset)
+    own = _add_recipe(examination, asked, recipe, cluster, is_preset=is_preset) if recipe is not None else None
+    if measured is not None:
+        from paceline.cli.doctor_measure import add_measured, link_rate
+
+        rates = [port.gbit or 0.0 for port in host.ports if port.state == "ACTIVE"] if host else []
+        wish = replace(_wish(asked), link_gb_per_s=link_rate(rates, len(cards)))
+        eats = own.estimate.tokens_per_second_per_gpu * own.config.parallel.model_ranks if own else None
+        add_measured(examination, measured, wish, needed_tokens=eats)
     return examination
+
+
+def _refuse_pairs(asked: Asked) -> None:
+    """Options that do not go together, and an output that cannot be written, before a minute is spent."""
+    if asked.measure and asked.describes_another:
+        raise ConfigError(
+            "--measure measures this machine; --topo, --smi, --env and --lspci describe another",
+            next_step="Leave the files out, or run it on that machine.",
+        )
+    if asked.nproc and not asked.measure:
+        raise ConfigError("--nproc goes with --measure", next_step="Add --measure, or leave --nproc out.")
+    if asked.measure:
+        from paceline.cli.doctor_measure import refuse_out
+
+        refuse_out(asked.out)
+
+
+def _wish(asked: Asked) -> Wish:
+    from paceline.cli.doctor_measure import Wish
+
+    return Wish(
+        recipe=asked.recipe,
+        overrides=asked.overrides,
+        nproc=asked.nproc,
+        out=asked.out,
+        interconnect=asked.interconnect,
+    )
 
 
 def _cards(asked: Asked, live: Live) -> list[Card]:
@@ -117,14 +170,16 @@ def _cluster(asked: Asked, recipe: Recipe | None, cards: list[Card], per_node: i
     return make_cluster(gpu, count, gpus_per_node=nodes_of, interconnect=asked.interconnect)[0]
 
 
-def _add_environment(examination: Examination, asked: Asked, host: Host | None, per_node: int) -> None:
+def _add_environment(
+    examination: Examination, asked: Asked, variables: dict[str, str], host: Host | None, per_node: int
+) -> None:
     if asked.env:
         variables, odd = parse_settings(read_text(asked.env, "--env", _ENV), asked.env)
         examination.found += odd
         examination.add_environment(variables, gpus_per_node=per_node or None, cores=None, interfaces=None)
     elif host is not None:
         examination.add_environment(
-            environment(), gpus_per_node=per_node or None, cores=host.cores, interfaces=host.interfaces
+            variables, gpus_per_node=per_node or None, cores=host.cores, interfaces=host.interfaces
         )
 
 
@@ -153,7 +208,8 @@ def _add_software(examination: Examination, live: Live, gpus: int) -> None:
 
 def _add_recipe(
     examination: Examination, asked: Asked, recipe: Recipe, cluster: Cluster | None, *, is_preset: bool
-) -> None:
+) -> Candidate | None:
+    """The recipe's own layout as it is predicted, where it can be."""
     profile = calibrated("paceline", asked.calibration or recipe.config.cluster.calibration)
     judgement = judge_recipe(recipe, cluster, profile, is_preset=is_preset)
     examination.found += judgement.findings
@@ -161,3 +217,4 @@ def _add_recipe(
         examination.found += judge_files(recipe.config)
     if judgement.own is not None:
         examination.facts["predicted"] = judgement.own.as_dict()
+    return judgement.own
