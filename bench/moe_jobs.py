@@ -161,7 +161,7 @@ def tune_jobs(*, one_gpu: bool) -> list[Job]:
         job("qwen3_ep2_to_all", "qwen3_ep2", "ep 2, all-to-all", *eager, *EP2),
         job("qwen3_gather_bf16_sums", "qwen3", "ep 2, all-gather, gradients accumulated in bf16", *FAST, *EP2, *GATHER,
             "parallel.accumulate_dtype=bf16"),
-        job("qwen3_gather_lean", "qwen3", "the same, selective recompute", *FAST, *EP2, *GATHER,
+        job("qwen3_gather_lean", "qwen3", "ep 2, all-gather, bf16 sums, selective recompute", *FAST, *EP2, *GATHER,
             "parallel.accumulate_dtype=bf16", "parallel.recompute=selective"),
         job("qwen3_zero3", "qwen3", "ZeRO-3", *FAST, "parallel.zero=3", "parallel.fused_weight_gradients=false"),
         job("qwen3_fp8_gather", "qwen3_fp8", "ep 2, all-gather", *FAST, *FP8, *EP2, *GATHER),
