@@ -5,6 +5,7 @@ A different sequence length is no slower kernel. Settings come first; where they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from paceline.explain.explanation import Explanation, bars
 from paceline.explain.kinds import COMMUNICATION, collective_of
 from paceline.explain.log_file import read_log
 from paceline.explain.log_report import log_facts
+from paceline.explain.loss_apart import loss_causes
 from paceline.explain.rules import Diagnosis, diagnose
 from paceline.explain.run_folder import read_run
 from paceline.explain.trace_report import RankTrace, as_dict, load
@@ -58,7 +60,13 @@ def compare_runs(first: Path, second: Path) -> Explanation:
     """
     a, b = diagnose(read_run(first)), diagnose(read_run(second))
     differences = settings_apart(_settings(a), _settings(b))
-    causes = [*_settings_cause(differences), *_run_causes(a, b, differences)]
+    losses = [
+        {record.step: record.loss if record.loss is not None else math.nan for record in found.view.metrics}
+        for found in (a, b)
+    ]
+    rates = [float(found.view.recipe.get("optim.lr", math.nan)) for found in (a, b)]
+    learning = [] if _data_differs(differences) else loss_causes(*losses, lr=max(rates))
+    causes = [*_settings_cause(differences), *_run_causes(a, b, differences), *learning]
     return Explanation(
         title=f"{first.name} and {second.name}",
         tables=(_settings_table(differences, first.name, second.name), _parts_table(_parts(a), _parts(b))),
@@ -71,6 +79,16 @@ def compare_runs(first: Path, second: Path) -> Explanation:
             "parts": [_parts(a), _parts(b)],
         },
         pictures=(bars("Where a step goes", ["first", "second"], [_parts(a), _parts(b)]),),
+    )
+
+
+def _data_differs(differences: list[Difference]) -> bool:
+    """Whether the two read other samples, or have other models: their losses are then of other things."""
+    return any(
+        one.key.startswith(
+            ("model.", "data.train", "data.order", "run.seed", "train.seq_len", "train.global_batch_size")
+        )
+        for one in differences
     )
 
 
@@ -190,6 +208,9 @@ def compare_logs(first: Path, second: Path) -> Explanation:
     names = [name for name in facts[0] if name in facts[1]]
     rows = [(name, f"{facts[0][name]:.5g}", f"{facts[1][name]:.5g}", f"{_ratio(facts, name):.3f}") for name in names]
     causes = _settings_cause(differences)
+    rate = max(log.number("lr") for log in logs)
+    if not any(one.key in WORK for one in differences):
+        causes += loss_causes(*({step.step: step.loss for step in log.steps} for log in logs), lr=rate)
     if not any(logs[index].arguments for index in (0, 1)):
         causes.append(
             Cause(

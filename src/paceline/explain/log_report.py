@@ -210,8 +210,7 @@ def _watchdog(log: LogData) -> Iterator[Cause]:
     done = {one.completed for one in log.stuck}
     numbers = ""
     if done - {None}:
-        numbers = " Last completed: "
-        f"{', '.join(str(value) for value in sorted(value for value in done if value is not None))}."
+        numbers = f" Last completed: {', '.join(map(str, sorted(done - {None})))}."  # type: ignore[type-var]
     yield Cause(
         id="explain.collective-timeout",
         subject=f"{number} rank{'s' * (number > 1)} timed out in the same collective, {listed}",
