@@ -13,9 +13,11 @@ CHECK = "check"
 class _Verbs(TyperGroup):
     """What is no verb belongs to `check`: ``paceline doctor recipe.toml``, ``paceline doctor --topo FILE``."""
 
+    default_verb = CHECK
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
-            args = [CHECK, *args]
+            args = [self.default_verb, *args]
         return super().parse_args(ctx, args)
 
 

@@ -69,7 +69,15 @@ def stacked_bars(
                 f'fill="var(--c{parts.index(part) % 12})"><title>{escape(tip)}</title></rect>'
             )
             x += length
-        pieces.append(_text(x + 5, y + 13, f"{sum(row.values()):.4g} {unit}", dim=True))
+        crossed = limit is not None and x <= left + limit * scale < x + 70
+        pieces.append(
+            _text(
+                (left + limit * scale if crossed and limit else x) + 5,
+                y + 13,
+                f"{sum(row.values()):.4g} {unit}",
+                dim=True,
+            )
+        )
     if limit:
         x = left + limit * scale
         bottom = 8 + row_height * len(names)

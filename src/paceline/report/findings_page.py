@@ -15,7 +15,7 @@ FINDINGS_STYLE = (
     ":root{--error:#b3261e;--warning:#7a5200;--note:#1f5fa8}"
     "@media (prefers-color-scheme:dark){:root{--error:#ff9d94;--warning:#f0c060;--note:#8fc1ff}}"
     "article{border-left:4px solid var(--edge);padding:2px 0 2px 14px;margin:18px 0}"
-    "article.error{--edge:var(--error)}article.warning{--edge:var(--warning)}article.note{--edge:var(--note)}"
+    ".is-error{--edge:var(--error)}.is-warning{--edge:var(--warning)}.is-note{--edge:var(--note)}"
     "article h3{font-size:1rem;margin:0}article p{margin:4px 0}article b{color:var(--edge)}"
     "code{font:13px ui-monospace,monospace;color:var(--dim)}"
 )
@@ -36,7 +36,7 @@ def findings_section(findings: Sequence[Finding], title: str = "Findings") -> st
 def _article(finding: Finding) -> str:
     assert finding.severity in SEVERITIES
     parts = [
-        f'<article class="{finding.severity}"><h3><b>{finding.severity}</b>: {escape(finding.subject)}</h3>',
+        f'<article class="is-{finding.severity}"><h3><b>{finding.severity}</b>: {escape(finding.subject)}</h3>',
         f"<p>{escape(finding.evidence)}</p>" if finding.evidence else "",
         f"<p>→ {escape(finding.next_step)}</p>" if finding.next_step else "",
         f"<p>Expected gain: {escape(finding.gain)}</p>" if finding.gain else "",

@@ -7,7 +7,7 @@ from html import escape
 from paceline.doctor.topology.matrix import LEVELS, LinkMatrix
 from paceline.report.chart import legend
 
-_CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 52, 26, 120, 30
+_CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 60, 26, 120, 30
 _MOST = 64
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from paceline.doctor.topology.groups import Grouping, best_grouping, named
-from paceline.doctor.topology.matrix import LEVELS, LinkMatrix
+from paceline.doctor.topology.matrix import LinkMatrix
 from paceline.report.finding import Finding
 
 
@@ -46,12 +46,21 @@ def _over_nvlink(matrix: LinkMatrix, grouping: Grouping) -> Finding:
             "PCIe 5 has 63.",
             next_step=f"Keep tp, cp and ep at {count} or below, inside the node; pp and dp go across nodes.",
         )
+    across = sorted(
+        {
+            matrix.label(matrix.gpus[a], matrix.gpus[b])
+            for index, group in enumerate(grouping.groups)
+            for other in grouping.groups[index + 1 :]
+            for a in group
+            for b in other
+        }
+    )
     return Finding(
         id="topology.groups",
         severity="note",
-        subject=f"NVLink joins groups of {grouping.size}: {named(grouping.groups)}; between them it is PCIe",
-        evidence=f"Between groups: {_slowest(matrix)}. Tensor parallelism communicates twice a layer and direction and "
-        "wants NVLink.",
+        subject=f"NVLink joins all GPUs of groups of {grouping.size} alone: {named(grouping.groups)}",
+        evidence=f"Between groups: {', '.join(across)}. Tensor parallelism communicates twice a layer and "
+        "direction; it wants NVLink.",
         next_step=f"Keep tp (with cp and ep) at {grouping.size} or below; pp or dp across groups.",
     )
 
@@ -82,7 +91,3 @@ def _over_pcie(matrix: LinkMatrix, grouping: Grouping) -> Finding:
 
 def _link_words(matrix: LinkMatrix) -> str:
     return ", ".join(sorted({matrix.label(a, b) for a, b in matrix.pairs}))
-
-
-def _slowest(matrix: LinkMatrix) -> str:
-    return LEVELS[max(matrix.level(a, b) for a, b in matrix.pairs)]
