@@ -47,5 +47,4 @@ def _crossing(
         evidence=f"{what}; groups are {named(groups[:4])}{' ...' if len(groups) > 4 else ''}. {label} is PCIe"
         f"{' and the link between processors' if label == 'SYS' else ''}, a tenth of NVLink or less.",
         next_step=step,
-        gain="how much: paceline plan compares the layouts",
     )
