@@ -15,6 +15,8 @@ FILES = (
     "observe/events.py",
     "observe/folder_lock.py",
     "observe/hooks.py",
+    "observe/phases.py",
+    "observe/stall.py",
     "observe/health.py",
     "doctor/config.py",
     "doctor/software.py",

@@ -18,6 +18,9 @@ class ObserveConfig(Section):
     """Keep the record of every step that `paceline explain` reads: phases, waits, machine. No step waits for it."""
     record_limit_mb: int = Field(64, ge=1)
     """MiB of it on disk for each rank; then the oldest part is dropped, but for the beginning of the run."""
+    stall_seconds: float = Field(120.0, ge=0)
+    """A step that lasts longer than this and than ten usual ones is reported, with every rank's place and stack, for
+    `paceline explain`; 0 = never. Needs `record`."""
     prometheus_port: int = Field(0, ge=0, lt=65536)
     """Serve the newest step to Prometheus on this port, plus the rank on the node, on all interfaces; 0 = off. Needs
     `record`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.explain.cause import Cause, ranked
+from paceline.explain.hang_rules import hang_causes
 from paceline.explain.ranks import RankReport, SlowLink, SlowRank, began, judge_ranks, place_of
 from paceline.explain.run_folder import Numbers, RunView
 from paceline.explain.settings_rules import settings_causes
@@ -443,6 +444,12 @@ def _state_of_run(view: RunView, waterfall: Waterfall | None) -> Iterator[Cause]
             severity="note",
             gain="-",
         )
+    yield from hang_causes(
+        view.path,
+        ranks=range(view.world_size),
+        last_step=int(view.steps[-1]) if len(view.steps) else 0,
+        ended=bool(view.end),
+    )
     last = view.events[-1] if view.events else {}
     if last.get("event") == "error":
         yield Cause(

@@ -6,6 +6,7 @@ next mark. `NoPhases` listens to nobody; `observe/step_clock.py` measures.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 PHASES = (
@@ -25,6 +26,24 @@ PHASES = (
 """In the order of a step. ``sync`` is where ranks meet without work of their own (the token count, the vote on a
 stop), ``pipeline`` waiting for another stage, ``publish`` sending new weights out, ``log`` the reading of a logged
 step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Current:
+    """What the training thread is doing: for who asks why nothing goes on."""
+
+    step: int
+    since: float
+    """`time.monotonic` at the beginning of the step."""
+    phase: str
+    collective: str
+    """The last one begun, ``""`` before the first."""
+    collective_bytes: int
+    collective_since: float
+    in_collective: bool
+    """On a CPU: whether it has not come back. On a GPU it comes back at once, and the GPU waits."""
+    calls: int
+    """Collectives begun so far."""
 
 
 class Phases(Protocol):

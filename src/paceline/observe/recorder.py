@@ -8,6 +8,7 @@ holds.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from paceline.observe.events import StepRecord
 from paceline.observe.hooks import Hook, RunEnd, RunStart, StepEnd, StepStart
 from paceline.observe.phases import PHASES
+from paceline.observe.stall import StallWatch
 from paceline.observe.step_clock import StepClock, StepTimes
 from paceline.observe.telemetry.columns import COLUMNS, MEMORY, UNKNOWN
 from paceline.observe.telemetry.host import HostProbe, ThreadProbe
@@ -35,6 +37,7 @@ class Recorder(Hook):
         facts: of this rank, for the head of its files.
         memory: gives `columns.MEMORY` by name; asked about once a second.
         probes: beside the host's, such as a GPU's.
+        stall_seconds: see `StallWatch`; 0 = nobody watches.
         prometheus_port: 0 = no page.
         labels: of the page.
     """
@@ -47,6 +50,7 @@ class Recorder(Hook):
         facts: Mapping[str, Any],
         memory: Callable[[], Mapping[str, int]],
         probes: Sequence[Probe] = (),
+        stall_seconds: float = 0.0,
         prometheus_port: int = 0,
         labels: Mapping[str, str] | None = None,
         sample_seconds: float = 1.0,
@@ -61,6 +65,8 @@ class Recorder(Hook):
         self._sampler: Sampler | None = None
         self._thread: ThreadProbe | None = None
         self._page: PrometheusServer | None = None
+        self._watch: StallWatch | None = None
+        self._stall_seconds = stall_seconds
         self._collections = _Collections()
         self._memory_values: Mapping[str, int] = dict.fromkeys(MEMORY, UNKNOWN)
         self._memory_at = float("-inf")
@@ -77,6 +83,15 @@ class Recorder(Hook):
         self._sampler.start()
         self._thread = ThreadProbe()
         self._collections.start()
+        if self._stall_seconds:
+            self._watch = StallWatch(
+                folder,
+                rank,
+                seconds=self._stall_seconds,
+                current=self.clock.current,
+                facts={name: self._facts.get(name) for name in ("host", "place")},
+                thread_id=threading.get_ident(),
+            )
         if self._port:
             self._page = PrometheusServer(self._port, self._labels, lambda: {**self._newest, **self._logged})
 
@@ -93,7 +108,7 @@ class Recorder(Hook):
         self._advance(self.clock.take_last())
         self._write(self.clock.finished(everything=True))
         self._collections.stop()
-        for part in (self._sampler, self._thread, self._page):
+        for part in (self._watch, self._sampler, self._thread, self._page):
             if part is not None:
                 part.close()
         self._writer.close()
@@ -103,6 +118,8 @@ class Recorder(Hook):
         if self._thread is None or self._sampler is None:
             return
         if ended is not None:
+            if self._watch is not None:
+                self._watch.step_took(ended.wall_ns / 1e9)
             cpu, queue, preempted = self._thread.read()
             pauses, runs = self._collections.take()
             ended.extra = {

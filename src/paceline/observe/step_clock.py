@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.observe.phases import PHASES
+from paceline.observe.phases import PHASES, Current
 from paceline.observe.telemetry.columns import AXES, AXIS_OF
 
 _INDEX = {phase: index for index, phase in enumerate(PHASES)}
@@ -47,24 +47,6 @@ class StepTimes:
     sent_bytes: list[int] = field(default_factory=lambda: [0] * len(AXES))
     extra: dict[str, int] = field(default_factory=dict)
     """Columns that others added at the end of the step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Current:
-    """What the training thread is doing: for who asks why nothing goes on."""
-
-    step: int
-    since: float
-    """`time.monotonic` at the beginning of the step."""
-    phase: str
-    collective: str
-    """The last one begun, ``""`` before the first."""
-    collective_bytes: int
-    collective_since: float
-    in_collective: bool
-    """On a CPU: whether it has not come back. On a GPU it comes back at once, and the GPU waits."""
-    calls: int
-    """Collectives begun so far."""
 
 
 class _Held(NamedTuple):

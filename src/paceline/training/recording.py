@@ -38,6 +38,7 @@ def build_recorder(parts: Parts) -> Recorder | None:
         facts=_facts(parts) | ({} if gpu is None else gpu.facts),
         memory=lambda: _memory(parts.device),
         probes=[] if gpu is None else [gpu.read],
+        stall_seconds=config.observe.stall_seconds,
         prometheus_port=port and port + info.local_rank,
         labels={"run": config.run.name, "rank": str(info.rank), "host": platform.node()},
     )
