@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from paceline.config.model import ModelConfig
-from paceline.costs.demand import demand_of, stacked
+from paceline.costs.demand import Demand, demand_of, stacked
 from paceline.costs.hardware import find_hardware
 from paceline.costs.pipeline import ActionSeconds, schedule, simulate
 from paceline.costs.profiles import PROFILES, Profile
@@ -67,6 +67,53 @@ def test_the_closed_form_of_a_pipeline_is_its_simulation(pp: int, stages_per_ran
     )
     assert sum(parts.values()) == pytest.approx(timeline.makespan, rel=1e-9)
     assert parts["bubble"] == pytest.approx(timeline.bubble * timeline.makespan, rel=1e-9)
+
+
+@pytest.mark.parametrize("weights", [1.0, 0.8, 0.5])
+@pytest.mark.parametrize(("name", "stages_per_rank"), [("zero_bubble", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(4, 12), (8, 24)])
+def test_split_backward_passes_idle_as_simulated(
+    name: str, stages_per_rank: int, weights: float, pp: int, micro_batches: int
+) -> None:
+    """F = I = 1, W = `weights` of a rank's layers: the closed form is that of the schedule's own lists."""
+    demand, unit = one_pass(name, pp, stages_per_rank, micro_batches, weights)
+    part = unit / stages_per_rank
+    timeline = simulate(
+        schedule(name, pp, stages_per_rank, micro_batches),
+        ActionSeconds(forward=part, input_gradient=part, weight_gradient=weights * part),
+    )
+    parts = spend(demand, PLAIN)
+    assert parts["bubble"] == pytest.approx(timeline.bubble * timeline.makespan, rel=1e-6)
+
+
+def test_zero_bubble_idles_a_third_of_one_forward_one_backward() -> None:
+    """F = I = W: (p - 1)(F + I - W) beside (p - 1)(F + I + W), and, V-shaped, a sixth (arXiv:2401.10241, table 1;
+    arXiv:2405.15362, section 3)."""
+    idle = {
+        name: spend(one_pass(name, 8, stages, 24, 1.0)[0], PLAIN)["bubble"]
+        for name, stages in (("1f1b", 1), ("zero_bubble", 1), ("zbv", 2))
+    }
+    assert idle["zero_bubble"] == pytest.approx(idle["1f1b"] / 3)
+    assert idle["zbv"] == pytest.approx(idle["1f1b"] / 6)
+
+
+def one_pass(name: str, pp: int, stages_per_rank: int, micro_batches: int, weights: float) -> tuple[Demand, float]:
+    """A pipeline of nothing but products: F = I = 1, W = ``weights``, in units of the second returned (seconds of a
+    rank's layers). A linear's two backward products are equal; what I has more is attention's."""
+    work = Workload(
+        model=MODEL, seq_len=2048, micro_batch_size=1, global_batch_size=micro_batches, pp=pp, schedule=name,
+        stages_per_rank=stages_per_rank,
+    )  # fmt: skip
+    demand = demand_of(work, cluster(pp), [MODEL.num_layers / pp] * pp)
+    names = [field.name for field in fields(demand) if field.name.endswith(("_forward", "_backward", "_again"))]
+    nothing = dict.fromkeys((*names, "head_gemm", "head_memory", "optimizer_bytes", "accumulate", "pp_fast"), 0.0)
+    seconds_each = 1e-3
+    made = {
+        "gemm_forward": seconds_each * PLAIN.gemm_efficiency,
+        "gemm_backward": 2 * weights * seconds_each * PLAIN.gemm_efficiency,
+        "attention_backward": (1 - weights) * seconds_each * PLAIN.attention_efficiency,
+    }
+    return replace(demand, **nothing | made), seconds_each * MODEL.num_layers / pp
 
 
 def test_a_slow_last_stage_decides() -> None:

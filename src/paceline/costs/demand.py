@@ -33,6 +33,8 @@ class Demand:
     """Ranks of the pipeline."""
     interleaved: Number
     """Stages on a rank."""
+    splits: Number
+    """1: the backward pass is split (`zero_bubble`), 2: and stages go down the ranks and back (`zbv`)."""
     layers: Number
     """Of the model, multi-token prediction among them."""
     layers_inside: Number
@@ -131,7 +133,6 @@ class Demand:
     """... and the update by the host's processors, seconds at the rate of `Cluster.host_gb_per_s`."""
     accumulate: Number
     """Seconds at HBM's rate of adding a micro-batch's gradients to the sum."""
-    nodes: Number
 
 
 def stacked(demands: Sequence[Demand]) -> Demand:
@@ -168,6 +169,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         micro_batches=work.micro_batches(cluster.gpus),
         pipeline=work.pp,
         interleaved=work.stages_per_rank,
+        splits={"zero_bubble": 1.0, "zbv": 2.0}.get(work.schedule_name, 0.0) if work.pp > 1 else 0.0,
         layers=layers,
         layers_inside=max((*layers_by_rank[: work.head_rank], *layers_by_rank[work.head_rank + 1 :]), default=0.0),
         layers_last=layers_by_rank[work.head_rank],
@@ -198,7 +200,6 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         **_head(work, tokens, rates),
         **pipeline_sends(work, cluster, tokens),
         **{name: value * (trained if name in _OF_WEIGHTS else 1.0) for name, value in replicas.items()},
-        nodes=cluster.nodes,
     )
 
 

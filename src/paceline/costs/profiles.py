@@ -102,8 +102,6 @@ class Profile:
     """Share of attention behind which a ring's keys and values travel."""
     send_exposed: Number = 1.0
     """Share of a send that its receiver waits for in the steady state of a pipeline."""
-    jitter: Number = 0.0
-    """Relative slow-down for each doubling of the nodes: every collective waits for the slowest."""
 
     # ---- memory
     gradient_bytes: float = 4.0

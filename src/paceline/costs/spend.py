@@ -3,8 +3,10 @@
 The arithmetic works on floats and, for fits, on arrays over thousands of layouts alike.
 
 Stages of a pipeline run m micro-batches; the slowest one decides, and every other is passed once on the way in and out:
-T = m t_max + (sum of all stages - t_max) / v for v runs of layers a rank (the lists of `costs/pipeline.py`, simulated,
-give the same; tests/costs/test_spend.py). With one stage that is m t.
+T = m t_max + (sum of all stages - t_max) / v for v runs of layers a rank. With one stage that is m t. Where a backward
+pass is split, gradients of weights fill the way out: of a stage's F + I + W, `zero_bubble` leaves F + I - W idle, and
+`zbv` F. The lists of `costs/pipeline.py`, simulated, give the same
+(tests/costs/test_spend.py).
 """
 
 from __future__ import annotations
@@ -96,73 +98,103 @@ def _pass(*, host: Number, **parts: Number) -> _Pass:
     return _Pass(**parts, launch=np.maximum(host - device, 0.0))
 
 
-def spend(d: Demand, p: Profile) -> dict[str, Number]:
-    """Seconds of a step by `costs/step.py: PARTS`; they sum to the step."""
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What a step is made of, on the slowest pipeline rank."""
+
+    micro_batches: Number
+    forward: _Pass
+    backward: _Pass
+    layers: Number
+    """Of that rank."""
+    head: Number
+    """1 where it has the head."""
+    head_gemm: Number
+    head_memory: Number
+    accumulate: Number
+    """Of a micro-batch: adding its gradients to the sum."""
+    sends: Number
+    bubble: Number
+    data_parallel: Number
+    optimizer: Number
+    offload: Number
+    overhead: Number
+
+
+def _step(d: Demand, p: Profile) -> _Step:
     forward, backward = _passes(d, p)
     m = d.micro_batches
     layer = forward.total + backward.total
     # accumulation of gradients is a stage's, not a layer's
-    head_gemm, head_memory = (
-        d.head_gemm / (p.gemm_efficiency * _where(d.ultra > 0, p.ultra_products, 1.0)),
-        d.head_memory / p.hbm_efficiency,
-    )
-    rest = p.micro_batch_ms * 1e-3 + d.accumulate / p.hbm_efficiency * (m > 1)
+    accumulate = d.accumulate / p.hbm_efficiency * (m > 1)
+    head_gemm = d.head_gemm / (p.gemm_efficiency * _where(d.ultra > 0, p.ultra_products, 1.0))
+    head_memory = d.head_memory / p.hbm_efficiency
+    rest = p.micro_batch_ms * 1e-3 + accumulate
     inside = d.layers_inside * layer + rest
     last = d.layers_last * layer + head_gemm + head_memory + rest
     last_is_worst = last >= inside
-    worst = _where(last_is_worst, last, inside)
     at = _where(last_is_worst, d.layers_last, d.layers_inside)
     everything = d.layers * layer + head_gemm + head_memory + d.pipeline * rest
+    idle = (everything - _where(last_is_worst, last, inside)) / d.interleaved
+    idle = idle * _idle_share(d, p, forward, backward)
     send = d.pp_fast / p.nvlink_efficiency + d.pp_node / p.network_efficiency + p.send_us * 1e-6
     piped = d.pipeline > 1
-    sends = piped * m * 2 * d.interleaved * send * p.send_exposed
-    bubble = (everything - worst) / d.interleaved + piped * 2 * (d.pipeline - 1) * send
     # what the last backward and the next forward can hide
-    stage_forward, stage_backward = at * forward.total, at * backward.total
+    before, behind = p.parameter_overlap * at * forward.total, p.gradient_overlap * at * backward.total
+    latency = p.step_latency_ms * np.log2(np.maximum(d.dp_size, 1))
+    return _Step(
+        micro_batches=m,
+        forward=forward,
+        backward=backward,
+        layers=at,
+        head=_where(last_is_worst, 1.0, 0.0),
+        head_gemm=head_gemm,
+        head_memory=head_memory,
+        accumulate=accumulate,
+        sends=piped * m * 2 * d.interleaved * send * p.send_exposed,
+        bubble=idle + piped * 2 * (d.pipeline - 1) * send,
+        data_parallel=_data_parallel(d, p, before, behind),
+        optimizer=d.optimizer_bytes
+        / _where(d.optimizer_fused > 0, p.fused_optimizer_efficiency, p.optimizer_efficiency),
+        offload=_offload(d, p, before, behind),
+        overhead=(m * p.micro_batch_ms + p.step_ms + latency) * 1e-3,
+    )
+
+
+def _idle_share(d: Demand, p: Profile, forward: _Pass, backward: _Pass) -> Number:
+    """Of the idle time of a schedule whose backward pass is whole."""
+    if not np.any(d.splits):
+        return 1.0
+    weights = 0.5 * backward.gemm  # of a linear's two products; attention and the rest have none
+    inputs, whole = backward.total - weights, forward.total + backward.total
+    zero_bubble = np.maximum(forward.total + inputs - weights, 0.0) / whole
+    v_shaped = forward.total / whole
+    return _where(d.splits == 0, 1.0, _where(d.splits == 1, zero_bubble, v_shaped))
+
+
+def _data_parallel(d: Demand, p: Profile, before: Number, behind: Number) -> Number:
+    """What is not hidden of reductions and gathers. ``before``, ``behind``: what a forward, a backward can hide."""
     network = p.network_efficiency * p.data_network
     reduce = d.grads_fast / p.nvlink_efficiency + d.grads_node / network + d.grads_steps * p.ring_step_us * 1e-6
     reduce = reduce * _where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
     gather = d.params_fast / p.nvlink_efficiency + d.params_node / network + d.dp_tensors * p.tensor_gather_us * 1e-6
-    once = _exposed(reduce, p.gradient_overlap * stage_backward) + _exposed(gather, p.parameter_overlap * stage_forward)
-    hidden = p.gradient_overlap * stage_backward
-    backward_gather = _exposed(gather, hidden)
-    forward_gather = _exposed(gather, p.parameter_overlap * stage_forward)
+    reduced, gathered = _exposed(reduce, behind), _exposed(gather, before)
+    if not np.any(d.sharded):
+        return reduced + gathered
     if p.accumulates_whole:
-        always = m * (forward_gather + backward_gather) + _exposed(reduce, hidden)
+        always = d.micro_batches * (gathered + _exposed(gather, behind)) + reduced
     else:
-        always = m * (forward_gather + _exposed(gather + reduce, hidden))
+        always = d.micro_batches * (gathered + _exposed(gather + reduce, behind))
+    return _where(d.sharded > 0, always, reduced + gathered)
+
+
+def _offload(d: Demand, p: Profile, before: Number, behind: Number) -> Number:
+    if not np.any(d.host_update):
+        return 0.0
     link = p.host_link_efficiency
-    offload = _exposed(d.host_down / link, p.gradient_overlap * stage_backward) + d.host_update
-    offload = offload + _exposed(d.host_up / link, p.parameter_overlap * stage_forward)
+    once = _exposed(d.host_down / link, behind) + d.host_update + _exposed(d.host_up / link, before)
     each = d.host_up_each / link
-    offload = offload + m * (_exposed(each, hidden) + _exposed(each, p.parameter_overlap * stage_forward))
-    dp = _where(d.sharded > 0, always, once)
-    loss = _where(last_is_worst, 1.0, 0.0)
-
-    def per_step(name: str) -> Number:
-        return m * at * (getattr(forward, name) + getattr(backward, name))
-
-    parts = {
-        "gemm": per_step("gemm") + m * loss * head_gemm,
-        "attention": per_step("attention"),
-        "memory_bound": per_step("memory") + m * loss * head_memory + m * d.accumulate / p.hbm_efficiency * (m > 1),
-        "launch": per_step("launch"),
-        "recompute": per_step("again"),
-        "tp_communication": per_step("tp"),
-        "cp_communication": per_step("cp"),
-        "ep_communication": per_step("ep"),
-        "pp_communication": sends,
-        "dp_communication": dp,
-        "bubble": bubble,
-        "optimizer": d.optimizer_bytes
-        / _where(d.optimizer_fused > 0, p.fused_optimizer_efficiency, p.optimizer_efficiency),
-        "offload": offload,
-        "overhead": m * p.micro_batch_ms * 1e-3
-        + p.step_ms * 1e-3
-        + p.step_latency_ms * 1e-3 * np.log2(np.maximum(d.dp_size, 1)),
-    }
-    parts["overhead"] = parts["overhead"] + p.jitter * np.log2(d.nodes) * sum(parts.values())
-    return parts
+    return once + d.micro_batches * (_exposed(each, behind) + _exposed(each, before))
 
 
 def _exposed(communication: Number, window: Number) -> Number:
@@ -170,6 +202,36 @@ def _exposed(communication: Number, window: Number) -> Number:
     return np.maximum(communication - window, 0.03 * communication)
 
 
+def spend(d: Demand, p: Profile) -> dict[str, Number]:
+    """Seconds of a step by `costs/step.py: PARTS`; they sum to the step."""
+    step = _step(d, p)
+    m = step.micro_batches
+
+    def per_step(name: str) -> Number:
+        return m * step.layers * (getattr(step.forward, name) + getattr(step.backward, name))
+
+    return {
+        "gemm": per_step("gemm") + m * step.head * step.head_gemm,
+        "attention": per_step("attention"),
+        "memory_bound": per_step("memory") + m * (step.head * step.head_memory + step.accumulate),
+        "launch": per_step("launch"),
+        "recompute": per_step("again"),
+        "tp_communication": per_step("tp"),
+        "cp_communication": per_step("cp"),
+        "ep_communication": per_step("ep"),
+        "pp_communication": step.sends,
+        "dp_communication": step.data_parallel,
+        "bubble": step.bubble,
+        "optimizer": step.optimizer,
+        "offload": step.offload,
+        "overhead": step.overhead,
+    }
+
+
 def seconds(d: Demand, p: Profile) -> Number:
-    """Of a step."""
-    return sum(spend(d, p).values())
+    """Of a step: the sum of `spend`, at half its cost."""
+    step = _step(d, p)
+    of_rank = step.layers * (step.forward.total + step.backward.total) + step.accumulate
+    of_rank = of_rank + step.head * (step.head_gemm + step.head_memory)
+    whole = step.micro_batches * of_rank + step.sends + step.bubble + step.data_parallel
+    return whole + step.optimizer + step.offload + step.overhead

@@ -37,7 +37,6 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "async_tensor_overlap": (0.0, 0.95),
     "expert_overlap": (0.0, 0.9),
     "send_exposed": (0.0, 1.5),
-    "jitter": (0.0, 0.1),
 }
 """What is physically possible. Efficiencies above 1 only where "best" is a product that others have measured."""
 
@@ -74,7 +73,6 @@ START: Mapping[str, float] = {
     "async_tensor_overlap": 0.5,
     "expert_overlap": 0.3,
     "send_exposed": 0.5,
-    "jitter": 0.005,
     "kept_hidden": 4.0,
     "kept_beside": 1.0,
     "kept_gathered": 1.0,
