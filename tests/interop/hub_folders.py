@@ -40,6 +40,7 @@ VARIANTS: dict[str, Family] = {
     "qwen3_moe_dense_first": _with("qwen3_moe", mlp_only_layers=[0], norm_topk_prob=False),
     "mixtral_window": _with("mixtral", sliding_window=8, tie_word_embeddings=True),
     "deepseek_v2_greedy": _with("deepseek_v2", topk_method="greedy", q_lora_rank=32, attention_bias=True),
+    "deepseek_v3_top4": _with("deepseek_v3", num_experts_per_tok=4),
     "deepseek_v3_no_lora": _with("deepseek_v3", q_lora_rank=None),
 }
 

@@ -12,15 +12,18 @@ from paceline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from paceline.interop.convert import Options
+    from paceline.interop.sources import Opened
 
 
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A Hugging Face folder, or a Paceline run or checkpoint."),
+        typer.Argument(metavar="SRC", help="A Hugging Face folder, a Paceline run or checkpoint, or Megatron-LM's."),
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The new folder; it must not exist.")],
-    to: Annotated[str, typer.Option("--to", help="hf or paceline. Left out: hf from ours, paceline from others.")] = "",
+    to: Annotated[
+        str, typer.Option("--to", help="hf, paceline or megatron. Left out: hf from ours, paceline from others.")
+    ] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16.")] = "keep",
     family: Annotated[
         str, typer.Option("--family", help="model_type of a Hugging Face folder, where several could hold the model.")
@@ -28,6 +31,10 @@ def convert(
     vocab_size: Annotated[
         int, typer.Option("--vocab-size", help="Keep so many rows of the vocabulary: without those that pad it.")
     ] = 0,
+    like: Annotated[
+        Path | None,
+        typer.Option("--like", help="Of a Megatron-LM checkpoint: a Hugging Face folder or run of the same model."),
+    ] = None,
     shard_gb: Annotated[
         float, typer.Option("--shard-gb", min=0.001, help="Largest weight file of a Hugging Face folder, in GB.")
     ] = 5.0,
@@ -52,6 +59,10 @@ def convert(
     [bold]A trained run, for vLLM or Transformers[/bold]:
       paceline convert runs/my my-model --dtype bf16
 
+    [bold]From and to Megatron-LM[/bold] (torch_dist):
+      paceline convert megatron/iter_0001000 my-model --to hf --like Qwen3-0.6B
+      paceline convert my-model for-megatron --to megatron
+
     """
     from paceline.interop.convert import DTYPES, Options, refuse_existing
     from paceline.interop.convert import convert as run
@@ -65,7 +76,7 @@ def convert(
         raise ConfigError(f"--dtype {dtype} is unknown", next_step=f"Take {', '.join(DTYPES)}.")
     refuse_existing(target)
     ignored = tuple(ignore_key or ())
-    opened = open_source(source, ignore_keys=ignored)
+    opened = open_source(source, ignore_keys=ignored, like=like)
     if vocab_size:
         opened = cut_vocabulary(opened, vocab_size)
     wanted = to or ("hf" if opened.format == "paceline" else "paceline")
@@ -89,21 +100,23 @@ def convert(
         f"({done.num_bytes / seconds / 1e9:.2f} GB/s)"
     )
     if check:
-        _check(source, target, options)
+        _check(opened, target, options)
 
 
-def _check(source: Path, target: Path, options: Options) -> None:
+def _check(opened: Opened, target: Path, options: Options) -> None:
     from paceline.interop.compare import compare
     from paceline.interop.convert import DTYPES
+    from paceline.interop.sources import open_source
 
-    found = compare(source, target, ignore_keys=options.ignore_keys, rounded=DTYPES[options.dtype])
+    written = open_source(target, ignore_keys=options.ignore_keys)
+    found = compare(opened, written, rounded=DTYPES[options.dtype])
     typer.echo(
         f"largest logit difference: {found.largest_difference:.3g} (logits up to {found.largest_logit:.3g}; "
         f"run by {found.ran_by[0]} and {found.ran_by[1]}, fp32)"
     )
     if not found.is_close:
         raise CheckpointError(
-            f"{source} and {target} do not say the same",
+            f"{opened.path} and {target} do not say the same",
             evidence=f"Their logits differ by up to {found.largest_difference:.3g}.",
             next_step="Do not use the converted model, and tell us of it with its config.json.",
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from paceline.interop.sources import Opened, open_source
+from paceline.interop.sources import Opened
 from paceline.models.transformer import Transformer
 
 TOKENS = (2, 64)
@@ -32,13 +32,7 @@ class Comparison:
         return self.largest_difference <= 1e-4 * max(1.0, self.largest_logit)
 
 
-def compare(
-    one: Path,
-    other: Path,
-    *,
-    ignore_keys: tuple[str, ...] = (),
-    rounded: torch.dtype | None = None,
-) -> Comparison:
+def compare(one: Opened, other: Opened, *, rounded: torch.dtype | None = None) -> Comparison:
     """Runs both in fp32 on the CPU, one after the other, on tokens that both have.
 
     A Hugging Face folder is run by Transformers where that is installed: then the two sides share no code.
@@ -46,7 +40,7 @@ def compare(
     Args:
         rounded: the dtype that the weights of one side were converted to: those of both are rounded to it first.
     """
-    sides = [open_source(path, ignore_keys=ignore_keys) for path in (one, other)]
+    sides = (one, other)
     rows = min(side.model.vocab_size for side in sides)
     length = min(TOKENS[1], *(side.model.max_seq_len for side in sides))
     generator = torch.Generator().manual_seed(0)

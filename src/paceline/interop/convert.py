@@ -30,6 +30,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.hf_links import model_shapes
 from paceline.interop.hf_write import SHARD_BYTES, HubWriter, cast_dtypes, plan_hub
 from paceline.interop.links import blocks
+from paceline.interop.megatron_write import write_megatron
 from paceline.interop.sidecars import read_sidecars
 from paceline.interop.sources import Format, Opened
 from paceline.report import units
@@ -104,7 +105,7 @@ def convert(opened: Opened, dst: Path, options: Options, meter: Meter | None = N
     shapes = opened.weights.shapes()
     assert shapes == model_shapes(opened.model), "a source gives exactly the tensors of its model"
     total = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
-    write = {"hf": _write_hf, "paceline": _write_paceline}[options.to]
+    write = {"hf": _write_hf, "paceline": _write_paceline, "megatron": _write_megatron}[options.to]
     with new_folder(dst, total) as temporary:
         meter.start(total)
         write(opened, temporary, dtypes, options, meter)
@@ -202,5 +203,18 @@ def _write_paceline(
         state=TrainState(step=opened.step, versions=versions()),
         recipe=dump_recipe(recipe),
         files={f"{COMPANIONS}/{name}": data for name, data in read_sidecars(opened.sidecars).items()},
+        threads=options.num_threads,
+    )
+
+
+def _write_megatron(
+    opened: Opened, folder: Path, dtypes: Mapping[str, torch.dtype], options: Options, meter: Meter
+) -> None:
+    write_megatron(
+        folder,
+        opened.model,
+        dtypes,
+        lambda name, box: _block(opened, name, box, dtypes[name], meter),
+        step=opened.step,
         threads=options.num_threads,
     )

@@ -79,6 +79,18 @@ class Link:
             target = self._their_box(rows)
             sink.write(self.theirs, target, flipped.reshape(target.sizes))
 
+    def ours_of(self, box: Box) -> Box:
+        """The part of ours that a part of ``theirs_at`` is made of; all of it where rows are in another order."""
+        if self.rows is not None:
+            return self.ours_at
+        offsets = tuple(start - own for start, own in zip(box.offsets, self.theirs_at.offsets, strict=True))
+        offsets, sizes = offsets[self.theirs_lead :], box.sizes[self.theirs_lead :]
+        if self.transposed:
+            offsets, sizes = offsets[::-1], sizes[::-1]
+        lead, base = self.ours_at.offsets[: self.ours_lead], self.ours_at.offsets[self.ours_lead :]
+        moved = tuple(start + offset for start, offset in zip(base, offsets, strict=True))
+        return Box(offsets=(*lead, *moved), sizes=(*(1 for _ in lead), *sizes))
+
     def _runs(self, inner: Box, value: Tensor) -> Iterator[tuple[Tensor, Box]]:
         """Parts of ``value`` whose rows follow each other on their side."""
         if self.rows is None:

@@ -15,7 +15,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.locate import find_checkpoint, step_folders
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.weights import COMPANIONS, CheckpointSource, WeightSource
-from paceline.config.hub import is_hub_folder
+from paceline.config.hub import is_hub_folder, model_of, read_config
 from paceline.config.load import validate
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
@@ -23,10 +23,12 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.hf import open_hub
 from paceline.interop.hf_links import model_shapes
 from paceline.interop.links import whole
+from paceline.interop.megatron import MegatronFolder
+from paceline.interop.megatron_files import is_megatron
 from paceline.interop.sidecars import read_template, sidecars_in
 
-Format = Literal["hf", "paceline"]
-FORMATS: tuple[Format, ...] = ("hf", "paceline")
+Format = Literal["hf", "paceline", "megatron"]
+FORMATS: tuple[Format, ...] = ("hf", "paceline", "megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +59,24 @@ def detect(path: Path) -> Format:
         raise CheckpointError(f"there is no folder {path}", next_step="Look at the path.")
     if (path / manifests.NAME).is_file() or step_folders(path / "checkpoints") or step_folders(path):
         return "paceline"
+    if is_megatron(path):
+        return "megatron"
     if is_hub_folder(path):
         return "hf"
     raise CheckpointError(f"{path} holds no model that can be read", evidence=_seen(path), next_step=_KINDS)
 
 
-_KINDS = "A Hugging Face folder has config.json and .safetensors, a Paceline run has checkpoints/."
+_KINDS = (
+    "A Hugging Face folder has config.json and .safetensors, a Megatron-LM torch_dist checkpoint metadata.json and "
+    "common.pt, a Paceline run checkpoints/."
+)
 
 
 def _seen(path: Path) -> str:
     if (path / "adapter_config.json").is_file():
         return "It is a PEFT adapter: only what was trained beside a model. Whole models are converted."
+    if list(path.glob("**/mp_rank_*"))[:1]:
+        return "It is a checkpoint in Megatron-LM's old format (one file a rank); only torch_dist is read."
     if (path / "config.json").is_file():
         return "Its config.json names no model_type."
     if list(path.glob("*.safetensors"))[:1]:
@@ -76,15 +85,26 @@ def _seen(path: Path) -> str:
     return f"It has {', '.join(names[:6])}{' ...' if len(names) > 6 else '.'}" if names else "It is empty."
 
 
-def open_source(path: Path, *, ignore_keys: Iterable[str] = ()) -> Opened:
+def open_source(path: Path, *, ignore_keys: Iterable[str] = (), like: Path | None = None) -> Opened:
     """Opens a folder of any format that is known.
+
+    Args:
+        like: of a Megatron-LM checkpoint: a Hugging Face folder or a run that says what the model is, and gives what
+            goes along with it. Otherwise its own arguments do.
 
     Raises:
         CheckpointError, ConfigError: it cannot be read, is damaged, or is a model that ours cannot be.
     """
     kind = detect(path)
+    if like is not None and kind != "megatron":
+        raise ConfigError(
+            f"--like {like} with a source that says itself what model it is",
+            next_step="Leave it out: it is for Megatron-LM checkpoints.",
+        )
     if kind == "hf":
         return _open_hf(path, ignore_keys)
+    if kind == "megatron":
+        return _open_megatron(path, like, ignore_keys)
     return open_paceline(path)
 
 
@@ -98,6 +118,27 @@ def _open_hf(path: Path, ignore_keys: Iterable[str]) -> Opened:
         sidecars=sidecars_in(path),
         template=hub.config,
         notes=hub.notes,
+    )
+
+
+def _open_megatron(path: Path, like: Path | None, ignore_keys: Iterable[str]) -> Opened:
+    if like is None:
+        model, sidecars = None, {}
+    elif is_hub_folder(like):
+        model, sidecars = model_of(read_config(like), ignore_keys), sidecars_in(like)
+    else:
+        other = open_paceline(like)
+        model, sidecars = other.model, dict(other.sidecars)
+    folder = MegatronFolder(path, model)
+    return Opened(
+        format="megatron",
+        path=folder.path,
+        model=folder.model,
+        weights=folder.weights,
+        sidecars=sidecars,
+        template=read_template(sidecars),
+        step=folder.step,
+        notes=folder.notes,
     )
 
 
