@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,7 +106,7 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: Any) -> str | None:
         return nodes.TWO_H200_IN_COLOUR if command[:2] == ("nvidia-smi", "topo") else None
 
-    monkeypatch.setattr("paceline.cli.doctor_check.look", lambda: live.look(nvml=Nvml(2), run=run))
+    monkeypatch.setattr("paceline.cli.doctor_machine.look", lambda: live.look(nvml=Nvml(2), run=run))
     done = doctor(LLAMA, "--set", "cluster.nodes=0", "--json")
     document = json.loads(done.out)
     assert document["gpus"][0]["name"] == "NVIDIA H200" and document["topology"]["groups"] == [[0, 1]]
@@ -210,6 +211,7 @@ def test_utf16_as_powershell_writes_it(files: Path) -> None:
 # ---- measuring
 
 
+@pytest.mark.slow
 def test_measuring_with_processes_of_our_own(tmp_path: Path) -> None:
     done = paceline("doctor", "--measure", "--nproc", "2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -219,6 +221,7 @@ def test_measuring_with_processes_of_our_own(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "a CPU has nothing for the planner"
 
 
+@pytest.mark.slow
 def test_measuring_under_a_launcher_speaks_once(tmp_path: Path) -> None:
     import subprocess
     import sys
@@ -232,6 +235,40 @@ def test_measuring_under_a_launcher_speaks_once(tmp_path: Path) -> None:
     assert len(document["measured"]["ranks"]) == 2
     assert document["measured"]["ranks"][0]["rates"]["loader"] > 0
     assert done.returncode in (0, 1)
+
+
+@pytest.mark.slow
+def test_other_nodes_are_heard(tmp_path: Path) -> None:
+    """Two nodes of one process each, of which the second has a leftover."""
+    import socket
+    import subprocess
+    import sys
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = []
+    for rank in range(2):
+        environ = {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+        } | ({"NCCL_BUFFSIZE": "1024"} if rank else {})  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "paceline", "doctor", "--measure", "--json"],
+                cwd=tmp_path,
+                env={**os.environ, **environ},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    (first, error), (second, _) = (process.communicate(timeout=120) for process in started)
+    assert started[0].returncode == started[1].returncode == 0, error
+    document = json.loads(first)
+    told = [one for one in document["findings"] if one["id"] == "env.override"]
+    assert len(told) == 1 and f"{socket.gethostname()}: NCCL_BUFFSIZE=1024" in told[0]["subject"]
+    assert set(document["measured"]["nodes"]) == {"0-1", "1-0"} and second == ""
 
 
 @pytest.mark.parametrize(
@@ -252,8 +289,8 @@ def test_bad_use_of_measuring(files: Path, arguments: tuple[str, ...], says: str
 def test_a_measurement_is_judged_and_written(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.doctor.measured.machines import healthy
 
-    monkeypatch.setattr("paceline.cli.doctor_measure.measure_here", lambda config, wish: healthy(1, 2))
-    monkeypatch.setattr("paceline.cli.doctor_check.look", lambda: live.look(nvml=Nvml(2), run=lambda command: None))
+    monkeypatch.setattr("paceline.cli.doctor_measure.measure_here", lambda config, wish, own: (healthy(1, 2), []))
+    monkeypatch.setattr("paceline.cli.doctor_machine.look", lambda: live.look(nvml=Nvml(2), run=lambda command: None))
     out, page = files / "c.toml", files / "page.html"
     for _ in range(2):  # our own file is replaced
         done = doctor("--measure", "--out", str(out), "--html", str(page))

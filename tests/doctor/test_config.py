@@ -10,7 +10,7 @@ import pytest
 from paceline.config.load import Recipe, resolve
 from paceline.costs.profiles import PACELINE
 from paceline.costs.workload import Cluster
-from paceline.doctor.config import file_system, judge_files, judge_recipe
+from paceline.doctor.config import file_system, judge_count, judge_files, judge_recipe
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.report.finding import Finding
 
@@ -97,3 +97,9 @@ def test_kind_of_file_system(tmp_path: Path) -> None:
     assert file_system(Path("/data/x.bin"), mounts) == "nfs"
     assert file_system(Path("/database/x.bin"), mounts) == "overlay"
     assert file_system(Path("/x"), tmp_path / "none") == ""
+
+
+def test_the_number_of_gpus_of_a_node() -> None:
+    given = recipe(cluster={"nodes": 2, "gpus_per_node": 8}).config
+    assert [one.id for one in judge_count(given, 4)] == ["recipe.gpus"]
+    assert list(judge_count(given, 8)) == [] == list(judge_count(recipe().config, 4))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import find_hardware
@@ -61,18 +63,29 @@ def refuse_out(out: str) -> None:
         raise ConfigError(f"--out {out}: there is no such folder", next_step="Make it, or give another path.")
 
 
-def take_part(config: RunConfig | None) -> Measured:
-    """Measures as one of the processes that a launcher started, or alone."""
+Told = list[tuple[str, list[Finding]]]
+"""(host, what was found there)."""
+
+
+def take_part(config: RunConfig | None, own: Sequence[Finding] = ()) -> tuple[Measured, Told]:
+    """Measures as one of the processes that a launcher started, or alone.
+
+    Args:
+        own: what was found on this node, to be told to the first process.
+    """
     info = process_info()
     device = choose_device(info, config.cluster.device if config else "auto")
     if info.world_size == 1:
-        return measure(info, device, config)
+        return measure(info, device, config), []
     with process_group(info, device):
-        return measure(info, device, config)
+        measured = measure(info, device, config)
+        told: list[tuple[str, list[Finding]] | None] = [None] * info.world_size
+        dist.all_gather_object(told, (socket.gethostname(), list(own)))
+    return measured, [each for each in told if each is not None and each[1]]
 
 
-def measure_here(config: RunConfig | None, wish: Wish) -> Measured | None:
-    """The measurement of all processes; None on all but the first of a launcher's.
+def measure_here(config: RunConfig | None, wish: Wish, own: Sequence[Finding] = ()) -> tuple[Measured | None, Told]:
+    """(the measurement of all processes, what was found on all nodes); (None, []) on all but a launcher's first.
 
     Raises:
         LaunchError: a process ended early; what it said stands above.
@@ -80,8 +93,8 @@ def measure_here(config: RunConfig | None, wish: Wish) -> Measured | None:
     info = process_info()
     if info.launcher != "single":
         end_with_launcher()
-        found = take_part(config)
-        return found if info.is_main else None
+        found, told = take_part(config, own)
+        return (found, told) if info.is_main else (None, [])
     count = wish.nproc or _gpus(config) or 1
     _announce(info, count)
     if count == 1:
@@ -99,13 +112,13 @@ def measure_here(config: RunConfig | None, wish: Wish) -> Measured | None:
                 next_step="paceline doctor without --measure looks at what does not need all GPUs; --nproc 1 measures "
                 "one.",
             )
-        return Measured.of(json.loads(out.read_text(encoding="utf-8")))
+        return Measured.of(json.loads(out.read_text(encoding="utf-8"))), []
 
 
 def write_measured(config: RunConfig | None, out: str) -> None:
     """In a process that `measure_here` started."""
     end_with_launcher()
-    found = take_part(config)
+    found, _ = take_part(config)
     if process_info().is_main:
         Path(out).write_text(json.dumps(found.as_dict()), encoding="utf-8")
 

@@ -120,6 +120,20 @@ def _fits(own: Candidate, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
+def judge_count(config: RunConfig, gpus: int) -> Iterator[Finding]:
+    """Whether this node has the GPUs that the recipe means for one."""
+    asked = config.cluster.gpus_per_node
+    if config.cluster.nodes and gpus != asked:
+        yield Finding(
+            id="recipe.gpus",
+            severity="warning",
+            subject=f"this node has {gpus} GPUs, the recipe means {asked} (cluster.gpus_per_node)",
+            evidence=f"cluster.nodes = {config.cluster.nodes} times {asked} ranks are what it is checked and planned "
+            "for.",
+            next_step=f"--set cluster.gpus_per_node={gpus}, or take other nodes.",
+        )
+
+
 def _better(own: Candidate | None, config: RunConfig, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
     ranking = rank(config, cluster, profile=profile)
     if not ranking.fitting:

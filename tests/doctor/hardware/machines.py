@@ -35,6 +35,7 @@ _GPU = """
       <default_power_limit>700.00 W</default_power_limit>
     </gpu_power_readings>
     <processes>{processes}</processes>
+    <fabric><state>{fabric}</state><status>{status}</status></fabric>
   </gpu>"""
 
 _HEALTHY = {
@@ -42,6 +43,7 @@ _HEALTHY = {
     "ecc": "Enabled",
     "errors": 0,
     "pending": "No", "clock": 345, "thermal": "Not Active", "power": "75.20", "limit": "700.00", "processes": "",
+    "fabric": "Completed", "status": "Success",
 }  # fmt: skip
 
 
@@ -64,9 +66,9 @@ class Nvml:
         pass
 
     def __init__(
-        self, count: int = 2, *, silent: frozenset[str] = frozenset(), links: int = 18, fails: str = ""
+        self, count: int = 2, *, silent: frozenset[str] = frozenset(), links: int = 18, errors: int = 0, fails: str = ""
     ) -> None:
-        self.count, self.silent, self.links, self.fails = count, silent, links, fails
+        self.count, self.silent, self.links, self.errors, self.fails = count, silent, links, errors, fails
 
     def nvmlInit(self) -> None:  # noqa: N802
         if self.fails:
@@ -100,6 +102,7 @@ class Nvml:
             "nvmlDeviceGetMaxPcieLinkWidth": 16,
             "nvmlDeviceGetP2PStatus": 0 if self.links else 1,
             "nvmlDeviceGetNvLinkState": 1,
+            "nvmlDeviceGetNvLinkErrorCounter": self.errors,
             "nvmlDeviceGetTopologyCommonAncestor": 50,
         }
         if name not in values:

@@ -43,6 +43,8 @@ def test_healthy_gpus() -> None:
         ({"used": 90000, "processes": "<process_info/>"}, "hardware.busy", "warning", "87.89 GiB of memory, 1 proc"),
         ({"persistence": "Disabled"}, "hardware.persistence", "note", "GPU 1"),
         ({"ecc": "Disabled"}, "hardware.ecc-off", "note", "GPU 1"),
+        ({"fabric": "In Progress", "status": "N/A"}, "hardware.fabric", "error", "in progress"),
+        ({"fabric": "Completed", "status": "Failure"}, "hardware.fabric", "error", "completed, failure"),
         ({"name": "NVIDIA Foo 1"}, "hardware.unknown-card", "note", "Foo"),
     ],
 )
@@ -121,3 +123,11 @@ def test_links_through_nvml_read_as_those_of_nvidia_smi() -> None:
     far = link_matrix_text(Nvml(2, links=0))
     assert far is not None and parse_matrices(far, "NVML")[0].label("GPU0", "GPU1") == "SYS"
     assert link_matrix_text(Nvml(2, links=0, silent=frozenset({"nvmlDeviceGetTopologyCommonAncestor"}))) is None
+
+
+def test_errors_of_nvlink() -> None:
+    few, many = read_nvml(Nvml(2, errors=1))[0], read_nvml(Nvml(2, errors=50))[0]
+    assert few[0].nvlink_errors == 2 * 18
+    assert {one.id: one.severity for one in judge(few)}["hardware.nvlink-errors"] == "note"
+    assert {one.id: one.severity for one in judge(many)}["hardware.nvlink-errors"] == "warning"
+    assert "hardware.nvlink-errors" not in {one.id for one in judge(read_nvml(Nvml(2))[0])}

@@ -38,6 +38,10 @@ class Card:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     processes: int | None = None
+    fabric: str | None = None
+    """Of NVSwitch machines: `completed` when the fabric manager has set the GPU up, else how far it is."""
+    nvlink_errors: int | None = None
+    """Replays and recoveries of all links, since the driver was loaded."""
 
     @property
     def is_idle(self) -> bool:

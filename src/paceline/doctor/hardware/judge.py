@@ -10,6 +10,8 @@ from paceline.doctor.hardware.card import Card
 from paceline.report import units
 from paceline.report.finding import Finding, Severity
 
+_MANY_ERRORS = 100
+
 
 def judge(cards: list[Card]) -> list[Finding]:
     """Findings about the GPUs of a node."""
@@ -23,6 +25,7 @@ def judge(cards: list[Card]) -> list[Finding]:
         *_pcie(cards),
         *_busy(cards),
         *_persistence(cards),
+        *_fabric(cards),
     ]
 
 
@@ -230,4 +233,29 @@ def _persistence(cards: list[Card]) -> Iterator[Finding]:
             f"{_named(off)}: persistence mode is off",
             "The driver unloads the GPU when nobody uses it: the first CUDA call of a job takes seconds longer.",
             "As root: nvidia-smi -pm 1 (or the nvidia-persistenced service).",
+        )
+
+
+def _fabric(cards: list[Card]) -> Iterator[Finding]:
+    unset = _which(cards, lambda card: card.fabric is not None and card.fabric != "completed")
+    if unset:
+        yield _finding(
+            "fabric",
+            "error",
+            f"{_named(unset)}: the NVSwitch fabric is not set up ({unset[0].fabric})",
+            "CUDA then fails with error 802 (system not yet initialized), or NVLink SHARP does.",
+            "systemctl status nvidia-fabricmanager on the host, of the driver's version; then reset the GPUs or "
+            "reboot.",
+        )
+    errors = _which(cards, lambda card: bool(card.nvlink_errors))
+    if errors:
+        worst = max(errors, key=lambda card: card.nvlink_errors or 0)
+        yield _finding(
+            "nvlink-errors",
+            "warning" if (worst.nvlink_errors or 0) >= _MANY_ERRORS else "note",
+            f"{_named(errors)}: NVLink had errors (most: {worst.nvlink_errors:,} replays and recoveries on GPU "
+            f"{worst.index})",
+            "A link that repeats what it sends is slower; a few since the driver was loaded do no harm.",
+            f"nvidia-smi nvlink -e -i {worst.index}, again after a run: if the number grows, have the GPU or its board "
+            "looked at.",
         )

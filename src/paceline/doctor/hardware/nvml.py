@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ _SLOWDOWN_BITS = {
 _CLOCK_SM = 1
 _TEMPERATURE_GPU = 0
 _UNCORRECTED, _VOLATILE = 1, 0
+_REPLAY, _RECOVERY = 0, 1
 
 
 def load_nvml() -> ModuleType | None:
@@ -85,7 +87,33 @@ def _card(nvml: Any, index: int) -> Card:
         pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
         pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
         processes=None if processes is None else len(processes),
+        fabric=_fabric(nvml, handle),
+        nvlink_errors=_nvlink_errors(nvml, handle),
     )
+
+
+def _fabric(nvml: Any, handle: Any) -> str | None:
+    try:
+        found = nvml.c_nvmlGpuFabricInfoV_t()
+        nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(found))
+    except (nvml.NVMLError, AttributeError):
+        return None
+    state = {1: "not started", 2: "in progress", 3: "completed"}.get(found.state)
+    return f"{state}, error {found.status}" if state and found.status else state
+
+
+def _nvlink_errors(nvml: Any, handle: Any) -> int | None:
+    """Replays and recoveries; None without NVLink."""
+    total, links = 0, 0
+    for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+            total += sum(nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, kind) for kind in (_REPLAY, _RECOVERY))
+            links += 1
+        except (nvml.NVMLError, AttributeError):
+            continue
+    return total if links else None
 
 
 def link_matrix_text(nvml: Any) -> str | None:

@@ -64,6 +64,7 @@ def _card(index: int, gpu: Element) -> Card:
         pcie_width=_whole(gpu, "pci/pci_gpu_link_info/link_widths/current_link_width"),
         pcie_width_max=_whole(gpu, "pci/pci_gpu_link_info/link_widths/max_link_width"),
         processes=_processes(gpu),
+        fabric=_fabric(gpu),
     )
 
 
@@ -116,3 +117,11 @@ def _errors(gpu: Element) -> int | None:
 def _processes(gpu: Element) -> int | None:
     listed = gpu.find("processes")
     return None if listed is None else len(list(listed.iter("process_info")))
+
+
+def _fabric(gpu: Element) -> str | None:
+    state = gpu.findtext("fabric/state", "").strip().lower()
+    if state in ("", "n/a", "not supported"):
+        return None
+    status = gpu.findtext("fabric/status", "").strip().lower()
+    return state if status in ("", "n/a", "success") else f"{state}, {status}"
