@@ -313,9 +313,9 @@ def test_cast_transpose_on_a_gpu(dtype: torch.dtype) -> None:
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.wide(), other.wide()), name
     weights = [torch.randn(size, 48, device="cuda").bfloat16() for size in (32, 8, 24)]
-    for one, other in zip(
-        cast_weights(weights, "tensorwise", "triton"), cast_weights(weights, "tensorwise"), strict=True
-    ):
+    kept = cast_weights(weights, "tensorwise")
+    on_cpu = cast_weights([weight.cpu() for weight in weights], "tensorwise")
+    for one, other in zip(kept, on_cpu, strict=True):
         assert torch.equal(one.wide(), other.wide())
 
 

@@ -84,7 +84,7 @@ def _column(rank: int, axis: Any, case: Case) -> dict[str, float]:
 
     own_x, *own = _leaves(_part(x, rank, case.dim), *(_part(each, rank, 0) for each in (*weights, *biases)))
     cut, meeting = _cut("outputs", axis, case), Meeting(axis=axis, name="test", dim=case.dim)
-    cached = cast_weights(own[:2], case.scaling, case.kernel, cut) if case.cached else None
+    cached = cast_weights(own[:2], case.scaling, cut) if case.cached else None
     options: dict[str, Any] = {"scaling": case.scaling, "cached": cached, "kernel": case.kernel, "cut": cut}
     found = fp8_column_products(own_x, own[:2], own[2:], meeting, **options)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def _row(rank: int, axis: Any, case: Case) -> dict[str, float]:
 
     own_x, own_weight, own_bias = _leaves(_part(x, rank, 2), _part(weight, rank, 1), bias)
     cut, meeting = _cut("inputs", axis, case), Meeting(axis=axis, name="test", dim=case.dim)
-    cached = cast_weights([own_weight], case.scaling, case.kernel, cut) if case.cached else None
+    cached = cast_weights([own_weight], case.scaling, cut) if case.cached else None
     options: dict[str, Any] = {"scaling": case.scaling, "cached": cached, "kernel": case.kernel, "cut": cut}
     found = fp8_row_product(own_x, own_weight, own_bias, meeting, **options)
     found.backward(_part(grad, rank, case.dim))
@@ -187,5 +187,5 @@ def _spoiled(rank: int, world_size: int, scaling: Scaling, value: float) -> bool
     if rank == 1:
         weights[0][3, 5] = value
     cut = Cut(over="outputs", widen=WidestOver(axis=axis, name="test/scales"))
-    cached = cast_weights(weights, scaling, "torch", cut)
+    cached = cast_weights(weights, scaling, cut)
     return bool(torch.isfinite(cached.columns.wide()).all())

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from paceline.kernels.expert_fp8 import Fp8Rows
 from paceline.kernels.fp8_cast import E4M3
-from paceline.kernels.turned_triton import in_pairs, pair_rows, store_turned
 
 _NUMBERS = 4096
 """A program casts about so many, at least one row."""
@@ -41,9 +40,7 @@ def cast_turned(matrix_EYX: Tensor) -> Fp8Rows:
     E, Y, X = matrix_EYX.shape
     values = torch.empty(E, X, Y, dtype=E4M3, device=matrix_EYX.device)
     scale = torch.empty(E, X, dtype=torch.float32, device=matrix_EYX.device)
-    assert Y % 2 == 0, f"{Y} rows: fp8 products want a multiple of 16"
-    grid = (triton.cdiv(X, _COLUMNS), E)
-    _expert_cast_turned_kernel[grid](matrix_EYX, in_pairs(values), scale, Y, X, _ROWS, _COLUMNS)
+    _expert_cast_turned_kernel[(triton.cdiv(X, _COLUMNS), E)](matrix_EYX, values, scale, Y, X, _ROWS, _COLUMNS)
     return Fp8Rows(values, scale)
 
 
@@ -67,28 +64,23 @@ def _expert_cast_rows_kernel(x, values, scale, rows, columns, R: tl.constexpr, C
 
 
 @triton.jit
-def _expert_cast_turned_kernel(matrix, pairs, scale, rows, columns, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_cast_turned_kernel(matrix, values, scale, rows, columns, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
     column_C = tl.program_id(0) * C + tl.arange(0, C)
     expert = tl.program_id(1).to(tl.int64)
-    there_C, own = column_C < columns, matrix + expert * rows * columns
     largest_C = tl.zeros((C,), dtype=tl.float32)
     for start in range(0, rows, R):
         row_R = start + tl.arange(0, R)
-        inside_RC = (row_R < rows)[:, None] & there_C[None, :]
-        x_RC = tl.load(own + row_R[:, None] * columns + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
+        inside_RC = (row_R < rows)[:, None] & (column_C < columns)[None, :]
+        at_RC = matrix + expert * rows * columns + row_R[:, None] * columns + column_C[None, :]
+        x_RC = tl.load(at_RC, mask=inside_RC, other=0.0).to(tl.float32)
         largest_C = tl.maximum(largest_C, tl.max(tl.abs(x_RC), axis=0))
     factor_C = _factor(largest_C)
-    tl.store(scale + expert * columns + column_C, 1.0 / factor_C, mask=there_C)
+    tl.store(scale + expert * columns + column_C, 1.0 / factor_C, mask=column_C < columns)
     for start in range(0, rows, R):
-        even_H, odd_H = pair_rows(tl.zeros((), dtype=tl.int32) + start, R)
-        even_HC = _cast_row(own, even_H, column_C, rows, columns, there_C, factor_C)
-        odd_HC = _cast_row(own, odd_H, column_C, rows, columns, there_C, factor_C)
-        inside_CH = there_C[:, None] & (even_H < rows)[None, :]
-        store_turned(even_HC, odd_HC, pairs + expert * columns * (rows // 2), rows // 2, even_H, column_C, inside_CH)
-
-
-@triton.jit
-def _cast_row(own, row_H, column_C, rows, columns, there_C, factor_C):  # type: ignore[no-untyped-def]
-    inside_HC = (row_H < rows)[:, None] & there_C[None, :]
-    x_HC = tl.load(own + row_H[:, None] * columns + column_C[None, :], mask=inside_HC, other=0.0).to(tl.float32)
-    return (x_HC * factor_C[None, :]).to(tl.float8e4nv)
+        row_R = start + tl.arange(0, R)
+        inside_RC = (row_R < rows)[:, None] & (column_C < columns)[None, :]
+        at_RC = matrix + expert * rows * columns + row_R[:, None] * columns + column_C[None, :]
+        x_RC = tl.load(at_RC, mask=inside_RC, other=0.0).to(tl.float32)
+        turned_CR = tl.trans((x_RC * factor_C[None, :]).to(values.dtype.element_ty))
+        to_CR = values + expert * rows * columns + column_C[:, None] * rows + row_R[None, :]
+        tl.store(to_CR, turned_CR, mask=(column_C < columns)[:, None] & (row_R < rows)[None, :])

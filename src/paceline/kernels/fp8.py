@@ -92,12 +92,10 @@ def why_not_fp8(weights: Sequence[Tensor]) -> str | None:
     return f"its {' and '.join(odd)} {'is' if len(odd) == 1 else 'are'} not a multiple of {MULTIPLE}"
 
 
-def cast_weights(
-    weights: Sequence[Tensor], scaling: Scaling, kernel: CastKernel = "torch", cut: Cut | None = None
-) -> CachedWeight:
+def cast_weights(weights: Sequence[Tensor], scaling: Scaling, cut: Cut | None = None) -> CachedWeight:
     """What `fp8_linears` multiplies by, to be made once for each change of the weights."""
     parted = None if cut is None else cut.weight
-    return CachedWeight(*cast_weights_both([weight.detach() for weight in weights], scaling, kernel, parted))
+    return CachedWeight(*cast_weights_both([weight.detach() for weight in weights], scaling, parted))
 
 
 def fp8_linears(

@@ -15,13 +15,14 @@ Dims: R rows, C columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from paceline.kernels.triton_found import has_triton
+from paceline.kernels.fp8_check import difference, drawn, kernel_is_right, places
 
 Scaling = Literal["tensorwise", "rowwise"]
 CastKernel = Literal["torch", "triton"]
@@ -141,26 +142,44 @@ def cast_both(
 @library.custom_op("paceline::fp8_cast_transpose", mutates_args=())
 def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """fp8 [R, C] and [C, R filled up to a `MULTIPLE`]: ``x * factor``, as it lies and turned. One kernel on GPUs."""
-    if x_RC.is_cuda:
+    if _by_triton(x_RC):
         return _cast_joined([x_RC], factor, dtype)
     values = _cast(x_RC, factor, dtype)
     return values, padded_and_turned(values)
 
 
-def cast_weights_both(
-    parts: Sequence[Tensor], scaling: Scaling, kernel: CastKernel, parted: Parted | None = None
-) -> tuple[Fp8, Fp8]:
+def cast_weights_both(parts: Sequence[Tensor], scaling: Scaling, parted: Parted | None = None) -> tuple[Fp8, Fp8]:
     """(`cast_rows`, `cast_columns`) of matrices, one under the other, in e4m3. Not for compiled code.
 
-    Nothing is there to fuse with: on a GPU the one kernel takes a third of the traffic whatever ``kernel`` says, and
+    Nothing is there to fuse with: on a GPU the one kernel takes a third of the traffic, and
     operations of torch turn fp8 numbers element by element (28 of the 1,136 ms of a step: docs/benchmarks.md).
     """
-    if scaling == "tensorwise" and parts[0].is_cuda and (kernel == "triton" or has_triton()):
+    if scaling == "tensorwise" and _by_triton(parts[0]):
         factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), E4M3)
         values, values_turned = _cast_joined(parts, factor, E4M3)
         return Fp8(values, factor.reciprocal()), Fp8(values_turned, factor.reciprocal())
     rows = cast_rows(parts, E4M3, scaling, parted)
     return rows, transposed(rows) if scaling == "tensorwise" else cast_columns(parts, E4M3, scaling, parted)
+
+
+def _by_triton(x: Tensor) -> bool:
+    return x.is_cuda and _kernel_is_right(x.device)
+
+
+@cache
+def _kernel_is_right(device: torch.device) -> bool:
+    def check() -> str:
+        from paceline.kernels import fp8_triton
+
+        x, one = drawn(device), torch.ones((), device=device)
+        for dtype in (E4M3, E5M2):
+            values, turned = places(x, dtype)
+            fp8_triton.cast_transpose(x, one, values, turned)
+            if reason := difference(x.float(), values, turned):
+                return reason
+        return ""
+
+    return kernel_is_right("casts", check)
 
 
 def _cast_joined(parts: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,15 @@ Dims: M tokens, P the same filled up to a multiple of 16, F width of the MLP. Ga
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, library
 
 from paceline.kernels.expert_rows import ActivationFunction, value_and_slope
-from paceline.kernels.fp8_cast import MULTIPLE, padded_and_turned
+from paceline.kernels.fp8_cast import E4M3, E5M2, MULTIPLE, padded_and_turned
+from paceline.kernels.fp8_check import difference, drawn, kernel_is_right, places
 from paceline.kernels.precision import at_least_fp32
-from paceline.kernels.triton_found import has_triton
 
 
 def gated_reference(joined_MX: Tensor, function: str) -> Tensor:
@@ -128,4 +130,23 @@ def _(joined_MX: Tensor, grad_MF: Tensor, factor: Tensor, dtype: torch.dtype, fu
 
 def by_triton(tensor: Tensor) -> bool:
     """Whether the kernels take it."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and has_triton()
+    return tensor.is_cuda and tensor.dtype != torch.float64 and _kernels_are_right(tensor.device)
+
+
+@cache
+def _kernels_are_right(device: torch.device) -> bool:
+    def check() -> str:
+        from paceline.kernels import fp8_gated_triton as kernels
+
+        joined, grad, one = drawn(device, wide=2), drawn(device), torch.ones((), device=device)
+        wide = gated_reference(joined, "silu")
+        values, turned = places(wide, E4M3)
+        kernels.gated_cast(joined, one, values, turned, "silu")
+        if reason := difference(wide, values, turned):
+            return reason
+        wide = gated_backward_reference(joined, grad, "silu")
+        values, turned = places(wide, E5M2)
+        kernels.gated_backward_cast(joined, grad, one, values, turned, "silu")
+        return difference(wide, values, turned)
+
+    return kernel_is_right("kernels of gated MLPs", check)

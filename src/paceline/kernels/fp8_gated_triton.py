@@ -1,6 +1,6 @@
 """`kernels/fp8_gated.py` as kernels. Imported only where they run: Triton does not come with a CPU build of torch.
 
-Dims as there; R rows and C columns of a tile, H half its rows.
+Dims as there; R rows and C columns of a tile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.expert_rows_triton import act_slope, act_value
-from paceline.kernels.turned_triton import in_pairs, pair_rows, store_turned
+from paceline.kernels.turned_triton import as_bits, in_pairs, turn_stored
 
 _ROWS, _COLUMNS = 64, 64
 """Of a tile: rows of 64 bytes in fp8 are two sectors on either side. Not tuned yet."""
@@ -66,8 +66,8 @@ def _cast(
     # tiles of columns first: neighbouring programs then read neighbouring addresses
     grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(padded, _ROWS))
     _cast_kernel[grid](
-        joined_MX, grad_MF, factor, values, in_pairs(turned), tokens, width, padded, function, backward, _ROWS,
-        _COLUMNS, num_warps=_WARPS,
+        joined_MX, grad_MF, factor, values, as_bits(values), in_pairs(turned), tokens, width, padded // 2, function,
+        backward, _ROWS, _COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -110,60 +110,38 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     grad,
     factor,
     values,
+    bits,
     pairs,
     tokens,
     width,
-    padded,
+    half,
     FUNCTION: tl.constexpr,
     BACKWARD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    even_H, odd_H = pair_rows(tl.program_id(1) * ROWS, ROWS)
+    row_R = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_C = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_RC = (row_R < tokens)[:, None] & (column_C < width)[None, :]
+    tile, there_C = tl.program_id(1), column_C < width
+    at_RC = row_R[:, None] * (2 * width) + column_C[None, :]
+    gate_RC = tl.load(joined + at_RC, mask=inside_RC, other=0.0).to(tl.float32)
+    up_RC = tl.load(joined + at_RC + width, mask=inside_RC, other=0.0).to(tl.float32)
     times = tl.load(factor)
-    # what fills up: rows that were not loaded are zero
-    inside_CH = (column_C < width)[:, None] & (even_H < padded)[None, :]
     if BACKWARD:
-        even_HC, even_up_HC = _cast_gradients(joined, grad, values, even_H, column_C, tokens, width, times, FUNCTION)
-        odd_HC, odd_up_HC = _cast_gradients(joined, grad, values, odd_H, column_C, tokens, width, times, FUNCTION)
-        store_turned(even_HC, odd_HC, pairs, padded // 2, even_H, column_C, inside_CH)
-        store_turned(even_up_HC, odd_up_HC, pairs, padded // 2, even_H, column_C + width, inside_CH)
+        grad_RC = tl.load(grad + row_R[:, None] * width + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
+        of_gate_RC = grad_RC * up_RC * act_slope(gate_RC, FUNCTION) * times
+        of_up_RC = grad_RC * act_value(gate_RC, FUNCTION) * times
+        tl.store(values + at_RC, of_gate_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne"), mask=inside_RC)
+        tl.store(
+            values + at_RC + width, of_up_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne"), mask=inside_RC
+        )
+        stride = 2 * width
+        turn_stored(bits, stride, tokens, pairs, half, half, tile, column_C, there_C, ROWS)
+        beyond = width.to(tl.int64) * half
+        turn_stored(bits + width, stride, tokens, pairs + beyond, half, half, tile, column_C, there_C, ROWS)
     else:
-        even_HC = _cast_products(joined, values, even_H, column_C, tokens, width, times, FUNCTION)
-        odd_HC = _cast_products(joined, values, odd_H, column_C, tokens, width, times, FUNCTION)
-        store_turned(even_HC, odd_HC, pairs, padded // 2, even_H, column_C, inside_CH)
-
-
-@triton.jit
-def _load_both(joined, row_H, column_C, tokens, width):  # type: ignore[no-untyped-def]
-    inside_HC = (row_H < tokens)[:, None] & (column_C < width)[None, :]
-    at_HC = row_H[:, None] * (2 * width) + column_C[None, :]
-    gate_HC = tl.load(joined + at_HC, mask=inside_HC, other=0.0).to(tl.float32)
-    up_HC = tl.load(joined + at_HC + width, mask=inside_HC, other=0.0).to(tl.float32)
-    return gate_HC, up_HC, inside_HC
-
-
-@triton.jit
-def _cast_products(joined, values, row_H, column_C, tokens, width, times, FUNCTION: tl.constexpr):  # type: ignore[no-untyped-def]
-    gate_HC, up_HC, inside_HC = _load_both(joined, row_H, column_C, tokens, width)
-    value_HC = act_value(gate_HC, FUNCTION) * up_HC * times
-    cast_HC = value_HC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
-    tl.store(values + row_H[:, None] * width + column_C[None, :], cast_HC, mask=inside_HC)
-    return cast_HC
-
-
-@triton.jit
-def _cast_gradients(  # type: ignore[no-untyped-def]
-    joined, grad, values, row_H, column_C, tokens, width, times, FUNCTION: tl.constexpr
-):
-    gate_HC, up_HC, inside_HC = _load_both(joined, row_H, column_C, tokens, width)
-    grad_HC = tl.load(grad + row_H[:, None] * width + column_C[None, :], mask=inside_HC, other=0.0).to(tl.float32)
-    of_gate_HC = grad_HC * up_HC * act_slope(gate_HC, FUNCTION) * times
-    of_up_HC = grad_HC * act_value(gate_HC, FUNCTION) * times
-    first_HC = of_gate_HC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
-    second_HC = of_up_HC.to(values.dtype.element_ty, fp_downcast_rounding="rtne")
-    to_HC = values + row_H[:, None] * (2 * width) + column_C[None, :]
-    tl.store(to_HC, first_HC, mask=inside_HC)
-    tl.store(to_HC + width, second_HC, mask=inside_HC)
-    return first_HC, second_HC
+        value_RC = act_value(gate_RC, FUNCTION) * up_RC * times
+        to_RC = values + row_R[:, None] * width + column_C[None, :]
+        tl.store(to_RC, value_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne"), mask=inside_RC)
+        turn_stored(bits, width, tokens, pairs, half, half, tile, column_C, there_C, ROWS)

@@ -43,7 +43,7 @@ class Fp8HeadProducts:
         self._columns: Fp8 | None = None
         self._hidden: Fp8 | None = None
         if wants_hidden:
-            self._rows, self._columns = cast_weights_both([weight_VC], options.scaling, options.kernel, parted)
+            self._rows, self._columns = cast_weights_both([weight_VC], options.scaling, parted)
         else:
             self._rows = cast_rows([weight_VC], E4M3, options.scaling, parted)
 

@@ -4,7 +4,7 @@ Operations of torch take 2 + 1 for the cast and 1 + 1 for the turn, one after th
 `fp8_cast.cast_rows` and `transposed`, which this equals bit for bit. Imported only where it runs: Triton does not come
 with a CPU build of torch.
 
-Dims: R rows, C columns, P rows and what fills them up, H half the rows of a tile.
+Dims: R rows, C columns, P rows and what fills them up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.turned_triton import in_pairs, pair_rows, store_turned
+from paceline.kernels.turned_triton import as_bits, in_pairs, turn_stored
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 64, 64
 """A guess: rows of 64 bytes are two sectors on either side. Not tuned yet."""
@@ -35,7 +35,17 @@ def cast_transpose(x_RC: Tensor, factor: Tensor, values_RC: Tensor, turned_CP: T
     grid = (triton.cdiv(columns, _BLOCK_COLUMNS), triton.cdiv(padded, _BLOCK_ROWS))
     strides = (x_RC.stride(0), values_RC.stride(0), pairs.stride(0))
     _cast_transpose_kernel[grid](
-        x_RC, factor, values_RC, pairs, rows, columns, padded, *strides, _BLOCK_ROWS, _BLOCK_COLUMNS
+        x_RC,
+        factor,
+        values_RC,
+        as_bits(values_RC),
+        pairs,
+        rows,
+        columns,
+        padded // 2,
+        *strides,
+        _BLOCK_ROWS,
+        _BLOCK_COLUMNS,
     )
 
 
@@ -44,29 +54,24 @@ def _cast_transpose_kernel(  # type: ignore[no-untyped-def]
     x,
     factor,
     values,
+    bits,
     pairs,
     rows,
     columns,
-    padded,
+    half,
     x_stride,
     values_stride,
     pairs_stride,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    even_H, odd_H = pair_rows(tl.program_id(1) * BLOCK_R, BLOCK_R)
+    row_R = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column_C = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    there_C, times = column_C < columns, tl.load(factor)
-    even_HC = _cast_row(x, values, even_H, column_C, rows, there_C, x_stride, values_stride, times)
-    odd_HC = _cast_row(x, values, odd_H, column_C, rows, there_C, x_stride, values_stride, times)
-    inside_CH = there_C[:, None] & (even_H < padded)[None, :]
-    store_turned(even_HC, odd_HC, pairs, pairs_stride, even_H, column_C, inside_CH)
-
-
-@triton.jit
-def _cast_row(x, values, row_H, column_C, rows, there_C, x_stride, values_stride, times):  # type: ignore[no-untyped-def]
-    inside_HC = (row_H < rows)[:, None] & there_C[None, :]
-    x_HC = tl.load(x + row_H[:, None] * x_stride + column_C[None, :], mask=inside_HC, other=0.0)
-    cast_HC = (x_HC.to(tl.float32) * times).to(values.dtype.element_ty, fp_downcast_rounding="rtne")
-    tl.store(values + row_H[:, None] * values_stride + column_C[None, :], cast_HC, mask=inside_HC)
-    return cast_HC
+    inside_RC = (row_R < rows)[:, None] & (column_C < columns)[None, :]
+    x_RC = tl.load(x + row_R[:, None] * x_stride + column_C[None, :], mask=inside_RC, other=0.0)
+    cast_RC = (x_RC.to(tl.float32) * tl.load(factor)).to(values.dtype.element_ty, fp_downcast_rounding="rtne")
+    tl.store(values + row_R[:, None] * values_stride + column_C[None, :], cast_RC, mask=inside_RC)
+    turn_stored(
+        bits, values_stride, rows, pairs, pairs_stride, half, tl.program_id(1), column_C,
+        column_C < columns, BLOCK_R,
+    )  # fmt: skip

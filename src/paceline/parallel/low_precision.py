@@ -96,7 +96,7 @@ class JoinedLinears:
     @torch.no_grad()
     def cast(self) -> None:
         """Takes the weights as they are now. Collective where they are cut."""
-        self.cached = cast_weights([linear.weight for linear in self.linears], self.scaling, self.kernel, self.cut)
+        self.cached = cast_weights([linear.weight for linear in self.linears], self.scaling, self.cut)
 
 
 class Castable(Protocol):

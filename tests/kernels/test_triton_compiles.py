@@ -1,0 +1,82 @@
+"""Triton's kernels for fp8 compile for Hopper, here, without a GPU; and into code that its assembler builds rightly.
+
+Triton 3.6's assembler takes a register apart before it is set (`kernels/turned_triton.py`) where results of casts to
+fp8 are both packed and taken apart. So none may be taken apart in kernels that also store them packed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+_CAST = re.compile(r"cvt\.rn\.satfinite\.(?:relu\.)?e\dm\dx2\.f32\s+(%rs\d+),")
+_PACKED = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
+
+
+def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+    """Compiled as for large tensors: every pointer and size divides by 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    aligned: dict[Any, Any] = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if name not in constants
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return text
+
+
+def taken_apart(ptx: str) -> set[str]:
+    """Registers with two fp8 numbers that are both packed and read by something else."""
+    casts = set(_CAST.findall(ptx))
+    packed = {name for pair in _PACKED.findall(ptx) for name in pair}
+    found = set()
+    for line in ptx.splitlines():
+        if _CAST.search(line) or _PACKED.search(line):
+            continue
+        found |= casts & packed & set(re.findall(r"%rs\d+\b", line.split("//")[0]))
+    return {name for name in found if not re.search(rf"\.reg .*{name}", ptx)}
+
+
+def test_the_search_finds_what_was_wrong() -> None:
+    wrong = """
+    cvt.rn.satfinite.e4m3x2.f32  %rs1, %r42, %r41;
+    shr.u16 	%rs81, %rs1, 8;
+    cvt.rn.satfinite.e4m3x2.f32  %rs2, %r44, %r43;
+    mov.b32 	%r67, {%rs1, %rs2};
+    """
+    assert taken_apart(wrong) == {"%rs1"}
+
+
+@pytest.mark.parametrize("low", ["fp8e4nv", "fp8e5"])
+def test_casts(low: str) -> None:
+    from paceline.kernels import fp8_triton
+
+    types = {"x": "*bf16", "factor": "*fp32", "values": f"*{low}", "bits": "*u8", "pairs": "*i16"}
+    ptx = ptx_of(fp8_triton._cast_transpose_kernel, types, {"BLOCK_R": 64, "BLOCK_C": 64})
+    assert _CAST.search(ptx) and not taken_apart(ptx)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("function", ["silu", "gelu_tanh"])
+def test_gated(function: str, backward: bool) -> None:
+    from paceline.kernels import fp8_gated_triton
+
+    low = "fp8e5" if backward else "fp8e4nv"
+    types = {"joined": "*bf16", "grad": "*bf16", "factor": "*fp32", "values": f"*{low}", "bits": "*u8", "pairs": "*i16"}
+    constants = {"FUNCTION": function, "BACKWARD": backward, "ROWS": 64, "COLUMNS": 64}
+    ptx = ptx_of(fp8_gated_triton._cast_kernel, types, constants)
+    assert _CAST.search(ptx) and not taken_apart(ptx)
+
+
+def test_matrices_of_experts() -> None:
+    from paceline.kernels import expert_fp8_triton
+
+    types = {"matrix": "*bf16", "values": "*fp8e4nv", "scale": "*fp32"}
+    ptx = ptx_of(expert_fp8_triton._expert_cast_turned_kernel, types, {"R": 64, "C": 64})
+    assert _CAST.search(ptx) and not taken_apart(ptx)
