@@ -1,6 +1,6 @@
 """Writes docs/accuracy.md and its pictures: every published run predicted by a profile that never saw its model.
 
-python docs/make_accuracy.py                        # the rows of docs/measured/published_runs.csv, about a minute
+python docs/make_accuracy.py                        # the rows of docs/measured/published_runs.csv, half a minute
 python docs/make_accuracy.py RUNS.csv MORE.csv      # other tables with the same columns
 """
 
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from accuracy_notes import memory_notes, percent, time_notes, why_missed
 
 from paceline.costs.profiles import find_profile
 from paceline.planner.first_choice import Cell
@@ -48,7 +50,7 @@ DENSE = ("LLAMA",)
 HEAD = """\
 # How far off is the planner?
 
-<!-- Written by docs/make_accuracy.py. Change that or src/paceline/costs, then run it again (about a minute). -->
+<!-- Written by docs/make_accuracy.py. Change that or src/paceline/costs, then run it again (half a minute). -->
 
 `paceline plan` predicts step time and memory of a layout without running it. This page holds its predictions against
 runs that others measured and published: {rows} rows, {scored} of them scored. **Every row is predicted by a profile
@@ -88,8 +90,9 @@ Scored by the shipped profile of the nearest framework as it is, which was fitte
 ## What does the first choice cost?
 
 Of the layouts that were measured for one model on one number of GPUs (a cell; same precision, sequence length and
-release), the planner's first choice is the fastest predicted one among those predicted to fit. Its *regret* is how much
-longer it took, when measured, than the best of the cell. Each cell is left out of the fit as a whole.
+release), the planner's first choice is made as `paceline plan` does: of those predicted to fit and within 1 % of the
+fastest, the plainest, then the lightest. Its *regret* is how much longer it took, when measured, than the best of the
+cell. Each cell is left out of the fit as a whole.
 
 {regret}
 
@@ -107,7 +110,7 @@ Both axes are logarithmic; the line is a perfect prediction.
 
 ## What is fitted
 
-Least absolute log ratios (times; a simplex search) and least absolute relative errors (memory; linear), each model of a
+Least absolute log ratios (times) and least absolute relative errors (memory; linear), each model of a
 source with the same weight. The value is that of the shipped profile, which is fitted on all rows of its sources
 (`src/paceline/costs/profiles.py`); the meaning of every number stands there. A number at the end of its range
 (`RANGES` in `planner/fitting.py`) says that the arithmetic lacks something there which the number stands in for: HBM
@@ -136,10 +139,6 @@ Convention of TFLOP/s by source: {conventions}.
 
 
 # ---- tables
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
@@ -191,47 +190,6 @@ def unseen_table(reports: Sequence[SourceReport]) -> str:
     return table(["source", "profile", "of", "rows", "MAPE", "median", "p90", "worst"], rows, "lllrrrrr")
 
 
-def by_model(one: SourceReport) -> str:
-    """ "name 3.1 % (n)", ... of every model of a source."""
-    names = dict.fromkeys(row.run.model_name for row in one.scored)
-    found = []
-    for name in names:
-        rows = [row for row in one.scored if row.run.model_name == name]
-        errors = Errors.of([row.time_error for row in rows if row.time_error is not None])
-        if errors:
-            found.append(f"{name} {percent(errors.mape)} ({errors.rows})")
-    return ", ".join(found)
-
-
-def time_notes(reports: Sequence[SourceReport]) -> str:
-    by_key = {one.key: one for one in reports}
-    notes = ["MAPE by the model that was left out (rows):", ""]
-    notes += [f"- {one.title}: {by_model(one)}." for one in reports if one.time is not None]
-    notes += ["", "What misses, and why:", ""]
-    if one := by_key.get("nanotron"):
-        notes.append(
-            f"- **nanotron**: {len(one.irregular)} rows took more than three times as long for a micro-batch as a run "
-            "with the same model, tp, pp and micro-batch that differs only in data parallelism or ZeRO stage, some "
-            "more than fifty times. Even the same layout, listed twice, differs five times (1B, tp 8, 256 GPUs: "
-            "0.67 and 3.38 s). Slow rows also hold less memory: two versions or clusters are mixed, and no column says "
-            "which row is from which. Such rows are found from the measurements alone (`irregular` in "
-            "`planner/validate.py`), and both figures are above."
-        )
-    if "vtrain_multi" in by_key:
-        notes.append(
-            "- **vTrain, several nodes**: five rows of 81 (tp 8 with micro-batches 64 and 2; three of tp 2 with pp 8 "
-            "and 16) make a third of the MAPE. Rows next to them take a third less to half the time."
-        )
-    if "bridge" in by_key:
-        notes.append(
-            "- **Megatron Bridge**: containers of a year are mixed (GPT-OSS 120B on the same GPUs, layout and batch: "
-            "1081 TFLOP/s in 26.06, 661 in 26.06.01, 1077 in 26.08), and recomputation, offload and fusions are not "
-            "printed. A mixture of experts left out is predicted by what two others teach, one of which is that "
-            "GPT-OSS. Dense models alone are near the goal."
-        )
-    return "\n".join(notes)
-
-
 def memory_table(reports: Sequence[SourceReport]) -> str:
     rows = []
     for one in reports:
@@ -241,19 +199,6 @@ def memory_table(reports: Sequence[SourceReport]) -> str:
         met = "met" if one.memory.median <= goal else "**missed**"
         rows.append(errors_row(one.title, one.memory, f"median <= {percent(goal, 0)}", met))
     return table(["source", "rows", "MAPE", "median", "p90", "worst", "goal", ""], rows, "lrrrrrll")
-
-
-MEMORY_NOTES = """\
-- nanotron prints GB and means GiB: its runs reach 77.4 of the 79.1 GiB that a card has and never more, and sharding 12
-  bytes a parameter of the 1.34B model over 256 ranks saves 14.9 of them, which is 12 x 1.342e9 / 2^30. What it prints
-  is the first rank's (its stages hold different amounts; the first stage's fits far better than the fullest).
-- nanotron's goals (median 5 %, p90 10 %) are missed. Some of its rows keep the gathered inputs of tensor-parallel
-  products and others do not (at tp 16 a factor of two), and no column says which; within one layout the allocator's
-  peaks differ by up to 40 % (1B, tp 8, micro-batch 16: 25.6, 29.2, 34.2, 37.1 and 40.2 GiB).
-- Megatron Bridge and torchtitan give too few rows to fit anything: their numbers are arithmetic (what Transformer
-  Engine and torchtitan's recomputation keep), written down with these rows in sight. They say that the arithmetic can
-  be near, not that it was blind.
-"""
 
 
 def fit_table(reports: Sequence[SourceReport]) -> str:
@@ -291,7 +236,7 @@ def regret_table(cells: Sequence[Cell]) -> str:
     met = "met" if good >= 0.9 * len(cells) else "**missed**"
     return (
         f"{good} of {len(cells)} cells ({percent(good / len(cells))}) have a regret of at most 5 %; goal: 90 % of\n"
-        f"cells, {met}. The measured best is among the first three choices in {third}."
+        f"cells, {met}. The measured best is among the first three choices in {third}.{why_missed(cells)}"
     )
 
 
@@ -313,7 +258,9 @@ def fitted_table() -> str:
     rows = []
     for recipe in RECIPES:
         profile = find_profile(recipe.profile)
-        numbers = ", ".join(f"{name} {getattr(profile, name):.3g}" for name in (*recipe.time, *recipe.memory))
+        numbers = ", ".join(
+            f"{name} {getattr(profile, name):.3g}" for name in (*recipe.time, *recipe.experts, *recipe.memory)
+        )
         titles = ", ".join(source.title for source in SOURCES if source.key in recipe.sources)
         rows.append([profile.title, titles, numbers])
     return table(["profile", "rows of", "numbers"], rows)
@@ -435,7 +382,7 @@ def page(paths: Sequence[Path]) -> str:
         time_notes=time_notes(reports),
         unseen=unseen_table(unseen),
         memory=memory_table(reports),
-        memory_notes=MEMORY_NOTES,
+        memory_notes=memory_notes(reports),
         fit=fit_table(reports),
         regret=regret_table([cell for one in reports for cell in one.cells]),
         cells=cell_table(reports),

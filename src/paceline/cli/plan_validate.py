@@ -44,7 +44,7 @@ def show_validation(
     profiles: Mapping[str, Profile] = read_calibration(calibration) if calibration else {}
     if left_out:
         if len(runs) > 300:
-            typer.echo(f"{len(runs):,} rows: a fit for each model that is left out takes a minute or three.", err=True)
+            typer.echo(f"{len(runs):,} rows: a fit for each model that is left out takes ten seconds or so.", err=True)
         scored, cells = cross_validate(runs)
         whole = {one.run.id for one in scored}
         scored += score([run for run in runs if run.id not in whole], profiles)

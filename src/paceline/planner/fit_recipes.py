@@ -136,7 +136,7 @@ RECIPES: tuple[Recipe, ...] = (
             "gemm_efficiency", "ultra_products", "hbm_efficiency", "attention_efficiency", "cast_efficiency",
             "network_efficiency", "tensor_overlap", "send_exposed",
         ),
-        experts=("expert_gemm_efficiency", "expert_hbm_efficiency", "expert_overlap", "launch_us"),
+        experts=("expert_gemm_efficiency", "expert_hbm_efficiency", "expert_overlap"),
     ),
     Recipe(
         profile="torchtitan",
