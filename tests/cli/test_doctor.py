@@ -114,6 +114,13 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hardware.throttled" in ids(done)
 
 
+def test_links_that_this_machine_tells_in_an_unknown_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = "\tGPU0\tGPU1\nGPU0\t X \tZZZ\nGPU1\tZZZ\t X \n"
+    monkeypatch.setattr("paceline.cli.doctor_machine.look", lambda: live.look(nvml=Nvml(2), run=lambda command: odd))
+    done = doctor("--json")
+    assert "topology.unread" in ids(done) and "topology" not in json.loads(done.out)
+
+
 def test_nvidia_smi_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "load_nvml", lambda: None)
     found = live.look(run=lambda command: smi({}, {}) if "-q" in command else None)

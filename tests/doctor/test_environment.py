@@ -184,6 +184,23 @@ def test_right_settings_stay_quiet() -> None:
     assert found(right, nodes=2, gpus_per_node=2, cores=16, interfaces=("lo", "eth0")) == {}
 
 
+def test_what_images_and_torchrun_set() -> None:
+    image = {
+        "NCCL_VERSION": "2.27.3-1",
+        "CUDNN_VERSION": "9.10",
+        "CUDA_DRIVER_VERSION": "575",
+        "PYTORCH_BUILD_NUMBER": "0",
+    }
+    assert found(image) == {}
+    assert "set by an image" in variable_table(image).rows[0][3]
+    torchrun = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "x",
+    }
+    assert {one.id: one.severity for one in found(torchrun).values()} == {"env.error-handling": "note"}
+
+
 def test_threads_against_cores() -> None:
     finding = found({"OMP_NUM_THREADS": "16"}, gpus_per_node=8, cores=64)["env.threads"]
     assert "128 threads" in finding.evidence and finding.next_step == "export OMP_NUM_THREADS=8"

@@ -82,7 +82,7 @@ def examine(asked: Asked) -> Examination | None:
     if not info.is_main:
         return None
     cards = _cards(asked, machine)
-    matrices = _matrices(asked, machine)
+    matrices, unread = _matrices(asked, machine)
     per_node = len(cards) or (len(matrices[0].gpus) if matrices else 0)
     cluster = _cluster(asked, recipe, cards, per_node, info)
     examination = Examination(
@@ -94,6 +94,7 @@ def examine(asked: Asked) -> Examination | None:
         examination.found += of_other_nodes(told, examination.found)
     elif cards:
         examination.add_cards(cards)
+    examination.found += unread
     if matrices:
         examination.add_topology(matrices)
     if text := _lspci(asked, machine):
@@ -152,10 +153,23 @@ def _cards(asked: Asked, machine: Machine | None) -> list[Card]:
     return list(machine.cards) if machine else []
 
 
-def _matrices(asked: Asked, machine: Machine | None) -> list[LinkMatrix]:
+def _matrices(asked: Asked, machine: Machine | None) -> tuple[list[LinkMatrix], list[Finding]]:
+    """A file that cannot be read is bad use; what this machine prints is only a finding."""
     if asked.topo:
-        return parse_matrices(read_text(asked.topo, "--topo", _TOPO), asked.topo)
-    return parse_matrices(machine.live.topology, "nvidia-smi topo -m") if machine and machine.live.topology else []
+        return parse_matrices(read_text(asked.topo, "--topo", _TOPO), asked.topo), []
+    if machine is None or not machine.live.topology:
+        return [], []
+    try:
+        return parse_matrices(machine.live.topology, "nvidia-smi topo -m"), []
+    except ConfigError as problem:
+        unread = Finding(
+            id="topology.unread",
+            severity="note",
+            subject=f"links between GPUs are not determined: {problem.subject}",
+            evidence=problem.evidence,
+            next_step="Look at nvidia-smi topo -m; measure the links: paceline doctor --measure.",
+        )
+        return [], [unread]
 
 
 def _lspci(asked: Asked, machine: Machine | None) -> str:

@@ -188,16 +188,19 @@ def _nvls(environ: Mapping[str, str], situation: Situation) -> Iterator[Judged]:
 
 def _error_handling(environ: Mapping[str, str], situation: Situation) -> Iterator[Judged]:
     value = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "").strip()
+    # torchrun sets 1 for its processes where nothing is set
+    by_torchrun = value == "1" and "TORCHELASTIC_RUN_ID" in environ
     if value in ("0", "1", "2"):
         yield judged(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            "warning",
+            "note" if by_torchrun else "warning",
             "env.error-handling",
-            f"TORCH_NCCL_ASYNC_ERROR_HANDLING={value}",
+            f"TORCH_NCCL_ASYNC_ERROR_HANDLING={value}" + (", which torchrun sets" if by_torchrun else ""),
             "A rank that fails leaves the others waiting until someone ends the job."
             if value == "0"
             else "The communicator is aborted before the flight recorder has written, so a hang leaves no trace.",
-            "export TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default; Paceline sets it where nothing is set.",
+            "export TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default of torch"
+            + (", before torchrun." if by_torchrun else "."),
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from paceline.doctor.environment.communication import COMMUNICATION
 from paceline.doctor.environment.processes import PROCESSES
 from paceline.doctor.environment.situation import Situation
-from paceline.doctor.variables.known import KNOWN, belongs, meant_by, nearest
+from paceline.doctor.variables.known import KNOWN, belongs, meant_by, names_a_version, nearest
 from paceline.doctor.variables.variable import Variable
 from paceline.report.finding import Finding
 from paceline.report.table import Table, table
@@ -42,7 +42,8 @@ def variable_table(environ: Mapping[str, str]) -> Table:
         if not belongs(name):
             continue
         known = KNOWN.get(name)
-        meaning = "not known" if known is None else _meaning(known)
+        told = "set by an image; nothing reads it" if names_a_version(name) else "not known"
+        meaning = told if known is None else _meaning(known)
         rows.append((name, _shown(name, environ[name]), known.role if known else "?", meaning))
     notes = () if rows else ("None of the families that we know is set.",)
     return table(("variable", "value", "role", "meaning"), rows, title="Environment", notes=notes)
@@ -65,7 +66,8 @@ def _by_role(name: str, value: str) -> Iterator[Finding]:
     known = KNOWN.get(name)
     shown = f"{name}={_shown(name, value)}"
     if known is None:
-        yield _unknown(name, shown)
+        if not names_a_version(name):
+            yield _unknown(name, shown)
     elif known.role == "renamed":
         yield _renamed(known, shown)
     elif not value.strip():

@@ -18,6 +18,11 @@ FAMILIES = (
 """Every variable that starts so is looked at, known or not."""
 
 
+def names_a_version(name: str) -> bool:
+    """Set by images to say what is in them (``NCCL_VERSION``); no library reads it."""
+    return name.startswith(FAMILIES) and name.endswith(("_VERSION", "_BUILD_NUMBER", "_BUILD_VERSION"))
+
+
 def belongs(name: str) -> bool:
     """Whether a variable is ours to judge: known, of a family, or a misspelling of one that is."""
     return name in KNOWN or name.startswith(FAMILIES) or meant_by(name) is not None
@@ -25,7 +30,7 @@ def belongs(name: str) -> bool:
 
 def meant_by(name: str) -> str | None:
     """The known variable that an unknown name misspells, if there is little doubt: ``CUDA__VISIBLE_DEVICES``."""
-    if name in KNOWN:
+    if name in KNOWN or names_a_version(name):
         return None
     squeezed = re.sub(r"[_\-]+", "", name).upper()
     for known in KNOWN:

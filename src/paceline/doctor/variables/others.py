@@ -108,6 +108,10 @@ TORCHELASTIC_MAX_RESTARTS | - | int | set by torchrun
 TORCHELASTIC_RUN_ID | - | - | set by torchrun
 TORCHELASTIC_USE_AGENT_STORE | - | - | set by torchrun
 TORCHELASTIC_ERROR_FILE | - | - | set by torchrun
+TORCHELASTIC_SIGNALS_TO_HANDLE | - | - | set by torchrun
+TORCHELASTIC_ENABLE_FILE_TIMER | - | 01 | a timer of torchrun that ends workers which hang
+TORCHELASTIC_TIMER_FILE | - | - | its file
+TORCHELASTIC_HEALTH_CHECK_PORT | - | int | where torchrun answers for its health
 TORCH_LOGS | - | - | messages of the compiler
 TORCH_LOGS_OUT | - | - | where they go
 """),
