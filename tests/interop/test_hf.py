@@ -16,7 +16,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.compare import logits_of, plain_model
 from paceline.interop.convert import Options, convert
 from paceline.interop.hf import open_hub
-from paceline.interop.hf_links import halves_from_pairs, hf_links
+from paceline.interop.hf_links import halves_from_pairs, hf_links, model_shapes
 from paceline.interop.links import blocks
 from paceline.interop.sources import cut_vocabulary, open_source
 from tests.interop import hub_folders as hub
@@ -178,6 +178,33 @@ def test_multi_token_prediction_comes_and_goes(tmp_path: Path) -> None:
     convert(opened, tmp_path / "ours", Options(to="paceline"))
     convert(open_source(tmp_path / "ours"), tmp_path / "back", Options(to="hf"))
     assert hub.same(hub.tensors(source), hub.tensors(tmp_path / "back"))
+
+
+def test_prediction_of_more_tokens_is_left_out_where_it_has_no_name(tmp_path: Path) -> None:
+    opened = open_source(hub.save("llama", tmp_path / "hf"))
+    model = opened.model.model_copy(update={"mtp_layers": 1})
+    weights = {name: torch.randn(shape) for name, shape in model_shapes(model).items()}
+
+    class Given:
+        def shapes(self):
+            return {name: value.shape for name, value in weights.items()}
+
+        def dtype(self, name):
+            return torch.float32
+
+        def read(self, name, box=None):
+            value = weights[name]
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                value = value.narrow(dim, start, size)
+            return value
+
+    more = replace(opened, model=model, weights=Given())
+    for to in ("hf", "megatron"):
+        done = convert(more, tmp_path / f"to_{to}", Options(to=to))
+        assert done.left_out and all(name.startswith("mtp.1.") for name in done.left_out)
+        assert open_source(tmp_path / f"to_{to}").model.mtp_layers == 0
+    convert(more, tmp_path / "ours", Options(to="paceline"))
+    assert open_source(tmp_path / "ours").model.mtp_layers == 1
 
 
 # ---- what is not right

@@ -95,6 +95,9 @@ def convert(
     with _Bar(f"{opened.format} -> {wanted}") as bar:
         done = run(opened, target, options, bar)
     seconds = time.perf_counter() - began
+    if done.left_out:
+        text = f"Multi-token prediction is left out ({len(done.left_out)} tensors): {wanted} has no names for it here."
+        console.print(text, soft_wrap=True, markup=False)
     typer.echo(
         f"{target}: {done.num_tensors} tensors, {gib(done.num_bytes)}, in {seconds:.1f} s "
         f"({done.num_bytes / seconds / 1e9:.2f} GB/s)"

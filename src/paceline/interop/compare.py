@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from paceline.config.hub import read_config
 from paceline.errors import ConfigError
+from paceline.interop.block_fp8 import CONFIG_KEY
 from paceline.interop.sources import Opened
 from paceline.models.transformer import Transformer
 
@@ -56,7 +58,9 @@ def compare(one: Opened, other: Opened, *, rounded: torch.dtype | None = None) -
 
 def logits_of(side: Opened, tokens: Tensor, rounded: torch.dtype | None = None) -> tuple[Tensor, str]:
     """[B, T, V] in fp32, and the program that computed them."""
-    if side.format == "hf" and find_spec("transformers") is not None:
+    # fp8 weights it would keep so, where it can run them at all
+    quantized = side.format == "hf" and CONFIG_KEY in read_config(side.path)
+    if side.format == "hf" and not quantized and find_spec("transformers") is not None:
         return _by_transformers(side.path, tokens, rounded), "transformers"
     model = plain_model(side, torch.float32)
     _round(model, rounded)

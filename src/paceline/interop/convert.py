@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -28,11 +28,12 @@ from paceline.config.load import dump_recipe
 from paceline.config.run import RunConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.hf_links import model_shapes
+from paceline.interop.hf_names import PREDICTS_MORE
 from paceline.interop.hf_write import SHARD_BYTES, HubWriter, cast_dtypes, plan_hub
 from paceline.interop.links import blocks
 from paceline.interop.megatron_write import write_megatron
-from paceline.interop.sidecars import read_sidecars
-from paceline.interop.sources import Format, Opened
+from paceline.interop.sidecars import hub_config, read_sidecars
+from paceline.interop.sources import Format, Opened, Selected
 from paceline.report import units
 from paceline.runtime.device import versions
 
@@ -90,10 +91,14 @@ class Converted:
     num_tensors: int
     num_bytes: int
     """Of the weights."""
+    left_out: tuple[str, ...] = ()
+    """Tensors of the source that the format has no names for."""
 
 
 def convert(opened: Opened, dst: Path, options: Options, meter: Meter | None = None) -> Converted:
     """Writes the model as ``dst``, a new folder. Nothing of it is there if this fails.
+
+    Multi-token prediction is left out where the format has no names for it.
 
     Raises:
         ConfigError: ``dst`` exists, or the format cannot hold this model.
@@ -101,15 +106,29 @@ def convert(opened: Opened, dst: Path, options: Options, meter: Meter | None = N
     """
     meter = meter or Silent()
     refuse_existing(dst)
-    dtypes = cast_dtypes({name: opened.weights.dtype(name) for name in opened.weights.shapes()}, DTYPES[options.dtype])
+    opened, left_out = _without_mtp(opened, options)
     shapes = opened.weights.shapes()
+    dtypes = cast_dtypes({name: opened.weights.dtype(name) for name in shapes}, DTYPES[options.dtype])
     assert shapes == model_shapes(opened.model), "a source gives exactly the tensors of its model"
     total = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
     write = {"hf": _write_hf, "paceline": _write_paceline, "megatron": _write_megatron}[options.to]
     with new_folder(dst, total) as temporary:
         meter.start(total)
         write(opened, temporary, dtypes, options, meter)
-    return Converted(path=dst, num_tensors=len(shapes), num_bytes=total)
+    return Converted(path=dst, num_tensors=len(shapes), num_bytes=total, left_out=left_out)
+
+
+def _without_mtp(opened: Opened, options: Options) -> tuple[Opened, tuple[str, ...]]:
+    if not opened.model.mtp_layers or options.to == "paceline":
+        return opened, ()
+    if options.to == "hf":
+        config = hub_config(opened.model, template=opened.template, model_type=options.model_type)
+        if config["model_type"] in PREDICTS_MORE:
+            return opened, ()
+    names = [name for name in opened.weights.shapes() if not name.startswith("mtp.")]
+    left_out = tuple(name for name in opened.weights.shapes() if name.startswith("mtp."))
+    model = opened.model.model_copy(update={"mtp_layers": 0})
+    return replace(opened, model=model, weights=Selected(opened.weights, names)), left_out
 
 
 def refuse_existing(dst: Path) -> None:

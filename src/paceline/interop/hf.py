@@ -14,8 +14,9 @@ from paceline.checkpoint.pieces import Box
 from paceline.config.hub import family_of, model_of, read_config
 from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError
+from paceline.interop.block_fp8 import CONFIG_KEY, BlockFp8, block_sizes
 from paceline.interop.hf_links import hf_links, unmeant
-from paceline.interop.links import LinkedSource, LinkTable, blocks
+from paceline.interop.links import LinkedSource, LinkTable, RawSource, blocks
 from paceline.interop.safetensors_files import SafetensorsFolder
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,19 @@ def open_hub(path: Path, *, ignore_keys: Iterable[str] = (), model: ModelConfig 
         CheckpointError: a file is missing or damaged, or tensors are missing, unexpected or of another shape.
     """
     config = read_config(path)
-    _refuse_quantized(path, config, ignore_keys)
+    block = block_sizes(config)
+    if block is None:
+        _refuse_quantized(path, config, ignore_keys)
     family = family_of(config)
-    raw = SafetensorsFolder(path)
-    described = model_of(config, ignore_keys)
+    raw: RawSource = SafetensorsFolder(path)
     notes = []
-    names = raw.tensors
+    if block is not None:
+        raw = BlockFp8(raw, block)
+        _refuse(path, raw.problems())
+        notes.append("The weights are fp8 with a scale for each block; they are read as bf16.")
+        config = {key: value for key, value in config.items() if key != CONFIG_KEY}
+    described = model_of(config, ignore_keys)
+    names = raw.shapes()
     if described.mtp_layers and f"model.layers.{described.num_layers}.eh_proj.weight" not in names:
         notes.append("The config speaks of multi-token prediction, the files have none: the model is read without it.")
         described = described.model_copy(update={"mtp_layers": 0})
@@ -73,12 +81,11 @@ def open_hub(path: Path, *, ignore_keys: Iterable[str] = (), model: ModelConfig 
 class _Prefixed:
     """GPT-2's first files lack the prefix "transformer." that all later ones have."""
 
-    def __init__(self, raw: SafetensorsFolder, model_type: str) -> None:
+    def __init__(self, raw: RawSource, model_type: str) -> None:
         self._raw = raw
-        bare = model_type == "gpt2" and "wte.weight" in raw.tensors
-        self._their = {
-            f"transformer.{name}" if bare and name != "lm_head.weight" else name: name for name in raw.tensors
-        }
+        names = raw.shapes()
+        bare = model_type == "gpt2" and "wte.weight" in names
+        self._their = {f"transformer.{name}" if bare and name != "lm_head.weight" else name: name for name in names}
 
     def shapes(self) -> dict[str, torch.Size]:
         shapes = self._raw.shapes()
@@ -102,12 +109,12 @@ def _refuse_quantized(path: Path, config: dict[str, Any], ignore_keys: Iterable[
         )
 
 
-def _mtp_names(raw: SafetensorsFolder, model_type: str, model: ModelConfig) -> set[str]:
+def _mtp_names(raw: RawSource, model_type: str, model: ModelConfig) -> set[str]:
     """Tensors of multi-token prediction beyond what ``model`` has."""
     if model_type != "deepseek_v3":
         return set()
     first = model.num_layers + model.mtp_layers
-    layers = {name: name.split(".")[2] for name in raw.tensors if name.startswith("model.layers.")}
+    layers = {name: name.split(".")[2] for name in raw.shapes() if name.startswith("model.layers.")}
     return {name for name, layer in layers.items() if layer.isdigit() and int(layer) >= first}
 
 
@@ -122,12 +129,7 @@ def _account(path: Path, table: LinkTable, raw: _Prefixed, model_type: str, left
         for name, shape in wanted.items()
         if name in found and found[name] != shape
     ]
-    if problems:
-        raise CheckpointError(
-            f"the tensors in {path} are not those of its config: {len(problems)} difference{'s' * (len(problems) > 1)}",
-            evidence=_listed(problems),
-            next_step=_what_now(problems),
-        )
+    _refuse(path, problems)
     strange = sorted(
         {f"{raw.dtype(name)}" for name in wanted if name in found and not raw.dtype(name).is_floating_point}
     )
@@ -136,6 +138,16 @@ def _account(path: Path, table: LinkTable, raw: _Prefixed, model_type: str, left
             f"weights in {path} are stored as {', '.join(strange)}",
             evidence="They are quantized, or packed, in a way that the config does not tell.",
             next_step="Take the bf16 release of the model.",
+        )
+
+
+def _refuse(path: Path, problems: Sequence[str]) -> None:
+    if problems:
+        number = f"{len(problems)} difference{'s' * (len(problems) > 1)}"
+        raise CheckpointError(
+            f"the tensors in {path} are not those of its config: {number}",
+            evidence=_listed(problems),
+            next_step=_what_now(problems),
         )
 
 

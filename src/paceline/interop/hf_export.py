@@ -36,7 +36,7 @@ def export_hub(job: ExportJob) -> None:
     ranks = job.ranks
     template = ranks.from_first("reading the first config", lambda: read_template(job.files))
     plan = plan_hub(job.model, _dtypes(job), template=template)
-    mine = set(ranks.exchange("planning an export", lambda: _pieces(job), lambda found: _owners(found, plan)))
+    mine = set(ranks.exchange("planning an export", lambda: _pieces(job, plan), lambda found: _owners(found, plan)))
     temporary = job.folder.with_name(
         f"{job.folder.name}.tmp-{ranks.from_first('naming', lambda: uuid.uuid4().hex[:8])}"
     )
@@ -60,12 +60,13 @@ def _dtypes(job: ExportJob) -> dict[str, torch.dtype]:
     return cast_dtypes(dict.fromkeys(model_shapes(job.model), torch.float32), job.dtype)
 
 
-def _pieces(job: ExportJob) -> list[_Piece]:
+def _pieces(job: ExportJob, plan: HubPlan) -> list[_Piece]:
     return [
         (name, piece.offsets, tuple(piece.tensor.shape))
         for name, value in job.values.items()
         for piece in value.pieces
-        if piece.saved and piece.tensor.numel()
+        # multi-token prediction has no place in most families
+        if name in plan.table.shapes and piece.saved and piece.tensor.numel()
     ]
 
 
@@ -81,10 +82,8 @@ def _owners(by_rank: list[list[_Piece]], plan: HubPlan) -> list[list[_Piece]]:
     for name, _, sizes in taken:
         held[name] = held.get(name, 0) + torch.Size(sizes).numel()
     wrong = [name for name, shape in plan.table.shapes.items() if held.get(name, 0) != shape.numel()]
-    if wrong or held.keys() - plan.table.shapes.keys():
-        raise CheckpointError(
-            f"the ranks do not hold each weight once: {', '.join(wrong[:5]) or 'there are others than the model has'}"
-        )
+    if wrong:
+        raise CheckpointError(f"the ranks do not hold each weight once: {', '.join(wrong[:5])}")
     return shares
 
 

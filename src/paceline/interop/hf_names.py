@@ -122,6 +122,9 @@ TABLES: dict[str, Table] = {
     "deepseek_v3": DEEPSEEK_V3,
 }
 
+PREDICTS_MORE = frozenset({"deepseek_v3"})
+"""Families that have names for multi-token prediction."""
+
 WITHOUT_MEANING: Mapping[str, tuple[str, ...]] = {
     "": (r".*\.rotary_emb\.inv_freq",),
     # the causal mask, which old versions stored as a buffer

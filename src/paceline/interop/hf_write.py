@@ -14,6 +14,7 @@ from paceline.checkpoint.files import write_file
 from paceline.config.hub import CONFIG
 from paceline.config.model import ModelConfig
 from paceline.interop.hf_links import hf_links
+from paceline.interop.hf_names import PREDICTS_MORE
 from paceline.interop.links import LinkedSink, LinkTable
 from paceline.interop.safetensors_files import Layout, SafetensorsWriter, plan_files
 from paceline.interop.sidecars import hub_config
@@ -43,7 +44,7 @@ def plan_hub(
     ignore_keys: Iterable[str] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> HubPlan:
-    """How ``model`` will lie in a folder.
+    """How ``model`` will lie in a folder. Where its family has no names for multi-token prediction, without that.
 
     Args:
         dtypes: our name -> dtype in the files.
@@ -58,7 +59,10 @@ def plan_hub(
         dtype=name_of(_most_common(dtypes)),
         ignore_keys=ignore_keys,
     )
-    table = hf_links(model, str(config["model_type"]))
+    model_type = str(config["model_type"])
+    if model_type not in PREDICTS_MORE:
+        model = model.model_copy(update={"mtp_layers": 0})
+    table = hf_links(model, model_type)
     their_dtypes = {link.theirs: dtypes[name] for name, links in table.links.items() for link in links}
     their_dtypes |= {theirs: dtypes[ours] for theirs, ours in table.copies.items()}
     # a tied head is not stored a second time

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.config.hub import CONFIG, config_of, differences, is_hub_folder, model_of, read_config
 from paceline.config.model import ModelConfig
 from paceline.errors import ConfigError
+from paceline.interop.block_fp8 import CONFIG_KEY
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 OTHERS = (
@@ -70,7 +71,8 @@ def _from_template(
 ) -> dict[str, Any] | None:
     if template is None or model_type not in ("", template.get("model_type")):
         return None
-    sized = dict(template) | {"vocab_size": model.vocab_size}
+    # what we write is not quantized, whatever it was read from
+    sized = {key: value for key, value in template.items() if key != CONFIG_KEY} | {"vocab_size": model.vocab_size}
     try:
         if not differences(model, model_of(sized, ignore_keys)):
             return sized

@@ -190,6 +190,24 @@ def _account(folder: Path, model: ModelConfig, weights: CheckpointSource) -> Non
         )
 
 
+class Selected:
+    """Some of the tensors of a source."""
+
+    def __init__(self, inner: WeightSource, names: Iterable[str]) -> None:
+        self._inner = inner
+        self._names = tuple(names)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        shapes = self._inner.shapes()
+        return {name: shapes[name] for name in self._names}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._inner.dtype(name)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        return self._inner.read(name, box)
+
+
 # ---- a model with fewer words
 
 
