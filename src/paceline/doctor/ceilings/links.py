@@ -20,20 +20,31 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _MOST_SHIFTS = 3
 """Nodes are paired with the next, the second and the third: enough to tell a slow node from a slow way."""
+_SHORT = 0.02
+"""Seconds of a call up to which several are queued."""
+_SPENT = 0.5
+"""Seconds that a figure may take."""
+_LONGEST = 2.0
+"""Seconds of a call beyond which larger sizes are left out."""
 
 
 def collective_rates(device: torch.device, amounts: Amounts) -> tuple[CollectiveRecord, ...]:
-    """Each collective over all ranks, by size of the full tensor. Collective; the same on all ranks."""
+    """Each collective over all ranks, by size of the full tensor. Collective; the same on all ranks.
+
+    Where a network is slow, calls are repeated less often, and sizes that would take seconds each are left out.
+    """
     ranks = dist.get_world_size()
-    found = []
+    found: list[CollectiveRecord] = []
     for size in amounts.collective_bytes:
+        if found and max(record.seconds for record in found) * size / found[-1].size_bytes > _LONGEST:
+            break
         # bf16 elements, the same number for every rank
         part = max(1, size // (2 * ranks))
         whole = torch.zeros(part * ranks, dtype=torch.bfloat16, device=device)
         own = torch.zeros(part, dtype=torch.bfloat16, device=device)
         other = torch.zeros_like(whole)
         for name, call in _calls(whole, own, other).items():
-            seconds = _slowest(_seconds(call, device, amounts.repeats), device)
+            seconds = _slowest(_seconds(call, device, amounts.repeats))
             found.append(
                 CollectiveRecord(
                     name=name,
@@ -80,12 +91,12 @@ def pair_rates(device: torch.device, amounts: Amounts, nodes: Sequence[int]) -> 
     mine = members[nodes[dist.get_rank()]]
     for source in range(rounds):
         for target in range(rounds):
-            # every rank reaches this line equally often, so the barrier is met
-            dist.barrier()
-            if source != target and max(source, target) < len(mine):
-                seconds = _send(buffer, mine[source], mine[target], device, amounts.repeats)
-                if seconds is not None:
-                    own[mine[source], mine[target]] = buffer.nbytes / seconds / 1e9
+            # every rank is here equally often, also where its node has no such pair: they agree on repetitions
+            taken = source != target and max(source, target) < len(mine)
+            call = _send(buffer, mine[source], mine[target]) if taken else None
+            seconds = _seconds(call, device, amounts.repeats)
+            if taken and dist.get_rank() == mine[target]:
+                own[mine[source], mine[target]] = buffer.nbytes / seconds / 1e9
     return _together(own)
 
 
@@ -106,18 +117,13 @@ def node_rates(device: torch.device, amounts: Amounts, nodes: Sequence[int]) -> 
     own: dict[tuple[int, int], list[float]] = {}
     for shift in range(1, min(len(order) - 1, _MOST_SHIFTS) + 1):
         target, source = order[(place + shift) % len(order)], order[(place - shift) % len(order)]
-        dist.barrier()
-        if local >= width:
-            continue
-        to, come = members[target][local], members[source][local]
-
-        def both(to: int = to, come: int = come) -> None:
-            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, to), dist.P2POp(dist.irecv, incoming, come)])
-            for work in works:
-                work.wait()
-
-        seconds = _seconds(both, device, amounts.repeats)
-        own.setdefault((nodes[rank], target), []).append(buffer.nbytes / seconds / 1e9)
+        call = None
+        if local < width:
+            to, come = members[target][local], members[source][local]
+            call = _batch(dist.P2POp(dist.isend, buffer, to), dist.P2POp(dist.irecv, incoming, come))
+        seconds = _seconds(call, device, amounts.repeats)
+        if call is not None:
+            own.setdefault((nodes[rank], target), []).append(buffer.nbytes / seconds / 1e9)
     gathered: list[dict[tuple[int, int], list[float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     summed: dict[tuple[int, int], float] = {}
@@ -127,39 +133,50 @@ def node_rates(device: torch.device, amounts: Amounts, nodes: Sequence[int]) -> 
     return summed
 
 
-def _send(buffer: Tensor, source: int, target: int, device: torch.device, repeats: int) -> float | None:
-    """Seconds of a message, as the receiver sees it; None on ranks that only wait."""
+def _send(buffer: Tensor, source: int, target: int) -> Callable[[], None] | None:
+    """What this rank does when one sends to another: None where it is neither."""
     rank = dist.get_rank()
-    if rank not in (source, target):
-        return None
-    operation = dist.P2POp(dist.isend, buffer, target) if rank == source else dist.P2POp(dist.irecv, buffer, source)
+    if rank == source:
+        return _batch(dist.P2POp(dist.isend, buffer, target))
+    return _batch(dist.P2POp(dist.irecv, buffer, source)) if rank == target else None
 
+
+def _batch(*operations: dist.P2POp) -> Callable[[], None]:
     def call() -> None:
-        for work in dist.batch_isend_irecv([operation]):
+        for work in dist.batch_isend_irecv(list(operations)):
             work.wait()
 
-    seconds = _seconds(call, device, repeats)
-    return seconds if rank == target else None
+    return call
 
 
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of a call that other ranks make too; on a GPU several are queued before the clock is read."""
-    queued = 5 if device.type == "cuda" else 1
-    for _ in range(2):
+def _seconds(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:
+    """Median time of a call. Collective: ranks without one take part in agreeing on how often it is made.
+
+    On a GPU several are queued before the clock is read. The first call sets connections up, the second tells how long
+    one takes.
+    """
+    if call is not None:
         call()
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(queued):
-            call()
-        synchronize(device)
-        times.append((time.perf_counter() - began) / queued)
-    return median(times)
+    first = _slowest(_timed(call, device, 1))
+    queued = 5 if device.type == "cuda" and first < _SHORT else 1
+    count = max(1, min(repeats, int(_SPENT / max(first * queued, 1e-9))))
+    return median(_timed(call, device, queued) / queued for _ in range(count))
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+def _timed(call: Callable[[], object] | None, device: torch.device, number: int) -> float:
+    if call is None:
+        return 0.0
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(number):
+        call()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def _slowest(seconds: float) -> float:
+    """Of all ranks, over gloo: the GPUs' links stay free."""
+    value = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value.item())
 
