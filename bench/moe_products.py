@@ -513,6 +513,11 @@ def tiles(found: Found, name: str, shape: Shape, device: torch.device) -> None:
         Tiles(128, 256, 64, 8, 4),
         Tiles(128, 256, 64, 8, 3, atomic=False),
         Tiles(128, 128, 64, 8, 3, waves=2),
+        Tiles(128, 128, 64, 8, 3, bulk=True),
+        Tiles(128, 128, 64, 8, 3, bulk=True, waves=1),
+        Tiles(128, 128, 64, 8, 3, bulk=True, waves=2, registers=128),
+        Tiles(128, 256, 64, 8, 3, bulk=True, waves=1),
+        Tiles(256, 128, 64, 8, 3, bulk=True, waves=1),
     )
     roles: dict[str, tuple[Sequence[Tiles], Callable[[_Rows, Tiles], Callable[[], object]], float]] = {
         "x @ up and activation": (

@@ -1,7 +1,7 @@
-"""Triton's kernels for fp8 compile for Hopper, here, without a GPU; and into code that its assembler builds rightly.
+"""What the interpreter cannot tell: that kernels compile for Hopper, and into code that the assembler builds rightly.
 
-Triton 3.6's assembler takes a register apart before it is set (`kernels/turned_triton.py`) where results of casts to
-fp8 are both packed and taken apart. So none may be taken apart in kernels that also store them packed.
+This needs no GPU. Triton 3.6's assembler takes a register apart before it is set (`kernels/turned_triton.py`) where
+results of casts to fp8 are both packed and taken apart. So none may be taken apart in kernels that also store them packed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ _CAST = re.compile(r"cvt\.rn\.satfinite\.(?:relu\.)?e\dm\dx2\.f32\s+(%rs\d+),")
 _PACKED = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
 
 
-def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int = 4) -> str:
     """Compiled as for large tensors: every pointer and size divides by 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
     aligned: dict[Any, Any] = {
-        (index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if name not in constants
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if name not in constants and not signature[name].startswith("tensordesc")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
     return text
 
 
@@ -80,3 +82,16 @@ def test_matrices_of_experts() -> None:
     types = {"matrix": "*bf16", "values": "*fp8e4nv", "scale": "*fp32"}
     ptx = ptx_of(expert_fp8_triton._expert_cast_turned_kernel, types, {"R": 64, "C": 64})
     assert _CAST.search(ptx) and not taken_apart(ptx)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("sums", ["fp32", "bf16"])
+def test_sums_by_the_copy_engine(sums: str, first: bool) -> None:
+    """The interpreter has no such addition (Triton 3.7)."""
+    from paceline.kernels import expert_gemm_triton
+
+    types = {"grad": "*bf16", "x": "*bf16", "order": "*i32", "ends": "*i32", "out": f"tensordesc<{sums}[128,128]>"}
+    constants = {"GRAD_PICKED": False, "X_PICKED": True, "FIRST": first, "ATOMIC": False, "BULK": True, "EVEN": True}
+    constants |= {"P": 128, "Q": 128, "S": 64, "TOGETHER": 8}
+    ptx = ptx_of(expert_gemm_triton._expert_weight_kernel, types, constants, warps=8)
+    assert ("cp.reduce.async.bulk.tensor" in ptx) is not first

@@ -43,6 +43,9 @@ class Tiles(NamedTuple):
     """fp32 sums of weight gradients are added to in the L2 cache: the program neither waits for what it adds to nor has
     registers for it (with 8 warps 128 a thread instead of 188, so that two programs fit a multiprocessor). Nobody else
     adds to the same numbers, so that the order of sums is fixed all the same."""
+    bulk: bool = False
+    """Weight gradients are stored, and added to their sums, by the bulk copy engine (TMA), where sizes allow: the
+    program hands a whole tile over and goes on to the next one."""
     descriptors: bool = False
     """Matrices, and rows that are not picked, are loaded by the bulk copy engine (TMA), where sizes allow."""
     registers: int = 0
@@ -57,6 +60,9 @@ FP8_PRODUCT = Tiles(rows=128, columns=256, depth=128, warps=8, stages=3)
 # two accumulators: tiles of 128 x 256 would spill registers
 FP8_EXACT_PRODUCT = Tiles(rows=128, columns=128, depth=128, warps=8, stages=3)
 WEIGHT = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
+WEIGHT_STORED = WEIGHT._replace(registers=128)
+"""Where the program itself adds or writes: on an H200 1.37 ms in the place of 1.84 for the first sums of 128 x 1536 x
+2048 numbers in fp32, over 65,536 rows."""
 
 
 def product_with_activation(
@@ -175,8 +181,8 @@ def _described(matrix: Tensor, block: tuple[int, int]) -> Any:
 
 def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: Tiles | None = None) -> None:
     """See `expert_gemm.weight_product`."""
-    tiles = tiles or WEIGHT
     E, D, X = out_EDX.shape
+    tiles = tiles or (WEIGHT if out_EDX.dtype == torch.float32 and not first else WEIGHT_STORED)
     assert out_EDX.is_contiguous() and grad.values.dtype == x.values.dtype
     assert grad.width == D and x.width == X, (grad.width, x.width, out_EDX.shape)
     if grad.number == 0:
@@ -186,12 +192,14 @@ def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: 
     grid = _grid(E * triton.cdiv(D, tiles.rows) * triton.cdiv(X, tiles.columns), tiles, out_EDX)
     blocks = _blocks(tiles, E)
     del blocks["PADDED"]
+    even = D % tiles.rows == 0 and X % tiles.columns == 0
+    bulk = tiles.bulk and even
     _expert_weight_kernel[grid](
         grad.values.contiguous(),
         x.values.contiguous(),
         grad.order.order,
         grad.order.ends,
-        out_EDX,
+        _described(out_EDX.flatten(0, 1), (tiles.rows, tiles.columns)) if bulk else out_EDX,
         D,
         X,
         E,
@@ -200,7 +208,8 @@ def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: 
         X_PICKED=x.picked,
         FIRST=first,
         ATOMIC=tiles.atomic and not first and out_EDX.dtype == torch.float32,
-        EVEN=D % tiles.rows == 0 and X % tiles.columns == 0,
+        BULK=bulk,
+        EVEN=even,
         **blocks,
     )
 
@@ -376,6 +385,7 @@ def _expert_weight_kernel(  # type: ignore[no-untyped-def]
     X_PICKED: tl.constexpr,
     FIRST: tl.constexpr,
     ATOMIC: tl.constexpr,
+    BULK: tl.constexpr,
     EVEN: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
@@ -393,8 +403,8 @@ def _expert_weight_kernel(  # type: ignore[no-untyped-def]
             within, run = tile % tiles, TOGETHER * column_tiles
             first_tile = within // run * TOGETHER
             tall = tl.minimum(row_tiles - first_tile, TOGETHER)
-            row_P = (first_tile + within % run % tall) * P + tl.arange(0, P)
-            column_Q = within % run // tall * Q + tl.arange(0, Q)
+            first_row, first_column = (first_tile + within % run % tall) * P, within % run // tall * Q
+            row_P, column_Q = first_row + tl.arange(0, P), first_column + tl.arange(0, Q)
             sum_PQ = tl.zeros((P, Q), dtype=tl.float32)
             PICKED: tl.constexpr = GRAD_PICKED or X_PICKED
             picked_S = start + tl.arange(0, S)
@@ -419,12 +429,20 @@ def _expert_weight_kernel(  # type: ignore[no-untyped-def]
                 if PICKED:
                     # one round ahead: a load that waited for another in the same round would not be pipelined as deep
                     picked_S = tl.load(order + token_S + S, mask=token_S + S < end, other=0) // top_k
-            to_PQ = out + expert * height * width + row_P.to(tl.int64)[:, None] * width + column_Q[None, :]
-            inside_PQ = (row_P < height)[:, None] & (column_Q < width)[None, :]
-            if ATOMIC:
-                # nobody else adds here: atomics only so that the program need not wait for what it adds to
-                tl.atomic_add(to_PQ, sum_PQ, mask=inside_PQ, sem="relaxed")
+            if BULK:
+                # nobody else adds here either
+                at, sum_PQ = expert.to(tl.int32) * height + first_row, sum_PQ.to(out.dtype)
+                if FIRST:
+                    out.store([at, first_column], sum_PQ)
+                else:
+                    out.atomic_add([at, first_column], sum_PQ)
             else:
-                if not FIRST:
-                    sum_PQ += tl.load(to_PQ, mask=inside_PQ, other=0.0).to(tl.float32)
-                tl.store(to_PQ, sum_PQ.to(out.dtype.element_ty), mask=inside_PQ)
+                to_PQ = out + expert * height * width + row_P.to(tl.int64)[:, None] * width + column_Q[None, :]
+                inside_PQ = (row_P < height)[:, None] & (column_Q < width)[None, :]
+                if ATOMIC:
+                    # nobody else adds here: atomics only so that the program need not wait for what it adds to
+                    tl.atomic_add(to_PQ, sum_PQ, mask=inside_PQ, sem="relaxed")
+                else:
+                    if not FIRST:
+                        sum_PQ += tl.load(to_PQ, mask=inside_PQ, other=0.0).to(tl.float32)
+                    tl.store(to_PQ, sum_PQ.to(out.dtype.element_ty), mask=inside_PQ)

@@ -150,7 +150,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gemm: Any = modules[2]
         monkeypatch.setattr(experts_module, "_ours", lambda provider, x: provider == "triton")
         tiles = gemm.Tiles(rows=16, columns=16, depth=16, together=2, waves=2)
-        for tile in ("WITH_ACTIVATION", "PRODUCT", "WEIGHT"):
+        for tile in ("WITH_ACTIVATION", "PRODUCT", "WEIGHT", "WEIGHT_STORED"):
             monkeypatch.setattr(gemm, tile, tiles)
         yield
 
