@@ -1,7 +1,7 @@
 """What the interpreter cannot tell: that kernels compile for Hopper, and into code that the assembler builds rightly.
 
 This needs no GPU. Triton 3.6's assembler takes a register apart before it is set (`kernels/turned_triton.py`) where
-results of casts to fp8 are both packed and taken apart. So kernels that store such results packed may not take them apart.
+results of casts to fp8 are both packed and taken apart. So a kernel that stores them packed may not take them apart.
 """
 
 from __future__ import annotations
