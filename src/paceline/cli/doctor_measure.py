@@ -101,8 +101,8 @@ def measure_here(config: RunConfig | None, wish: Wish, own: Sequence[Finding] = 
         return take_part(config)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
-        arguments = ["doctor", "ceilings", *([wish.recipe] if wish.recipe else []), "--out", str(out)]
-        for override in wish.overrides:
+        arguments = ["doctor", "ceilings", *([wish.recipe] if config is not None else []), "--out", str(out)]
+        for override in wish.overrides if config is not None else ():
             arguments += ["--set", override]
         ended = start_local(arguments, count, use_gpus=config is None or config.cluster.device != "cpu")
         if ended.code or not out.is_file():

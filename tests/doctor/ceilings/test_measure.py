@@ -91,6 +91,45 @@ def test_everything_together(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
+def _one_is_slow(rank: int, world_size: int, folder: str, slow: int) -> list[tuple[str, str]]:
+    """Rank `slow` computes at half the rate, and sleeps before it sends or receives."""
+    import time
+
+    import torch.distributed as dist
+
+    from paceline.doctor.ceilings import measure as module
+
+    whole, exchange = module.device_rates, dist.batch_isend_irecv
+
+    def halved(device: torch.device, amounts: Any) -> tuple[dict[str, float], dict[str, str]]:
+        rates, skipped = whole(device, amounts)
+        # the same on all ranks, which share two cores here
+        same = dict.fromkeys(rates, 100.0 + rank)
+        return {name: rate / 2 for name, rate in same.items()} if rank == slow else same, skipped
+
+    def late(operations: Any) -> Any:
+        time.sleep(0.2)
+        return exchange(operations)
+
+    module.device_rates = halved  # type: ignore[assignment]
+    if rank == slow:
+        dist.batch_isend_irecv = late  # type: ignore[assignment]
+    try:
+        info = ProcessInfo(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+        found = judge(measure(info, DEVICE, None), None)
+    finally:
+        module.device_rates, dist.batch_isend_irecv = whole, exchange  # type: ignore[assignment]
+    return [(one.id, one.subject) for one in found]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_among_processes_is_named() -> None:
+    (first, *others) = run(_one_is_slow, 4, "", 2)
+    assert all(other == first for other in others)
+    assert any(id == "measured.slow-rank" and subject.startswith("rank 2 is slow") for id, subject in first), first
+    assert any(id == "measured.slow-gpu-links" and "rank 2" in subject for id, subject in first), first
+
+
 # ---- storage
 
 

@@ -92,6 +92,20 @@ def test_one_slow_node_among_many() -> None:
     assert finding.subject.startswith("node node5 is slow in")
 
 
+def test_storage_is_compared_between_nodes_alone() -> None:
+    measured = healthy(5, 4)
+
+    def reading(slow: int) -> Measured:
+        ranks = tuple(
+            replace(one, rates={**one.rates, "storage_read": (0.2 if one.node == slow else 2.0) * (1 + one.gpu)})
+            for one in measured.ranks
+        )
+        return replace(measured, ranks=ranks)
+
+    assert judge(reading(slow=9), None) == []  # ranks of a node differ, nodes do not
+    assert "node node3 is slow in: storage" in found(reading(slow=3), None)["measured.slow-node"].subject
+
+
 def test_two_ranks_blame_nobody_by_a_median() -> None:
     uneven = slowed(healthy(1, 2), "gemm_bf16", 0.9, lambda one: one.rank == 1)
     assert "measured.slow-rank" not in found(uneven)

@@ -57,6 +57,42 @@ def test_a_healthy_job() -> None:
     assert shown["via NET/IB/GDRDMA"] == "2 connections" and shown["rings"] == "2; the first: 0 1 2 3"
 
 
+@pytest.mark.parametrize(
+    ("line", "transport", "id"),
+    [
+        # of many versions and plugins, as in NVIDIA/nccl #333, #952, #1189, #1814
+        ("h:1:2 [0] NCCL INFO Channel 09/0 : 33[1] -> 41[1] [send] via NET/IBext_v8/4", "NET/IBext_v8", "no-gpudirect"),
+        ("h:1:2 [0] NCCL INFO Channel 07/0 : 0[0] -> 2[0] [receive] via NET/IB/3/GDRDMA", "NET/IB/GDRDMA", "gpudirect"),
+        ("h:1:2 [0] NCCL INFO Channel 01/0 : 8[0] -> 15[7] via P2P/IPC/read", "P2P/IPC/read", "peer-access"),
+        ("h:1:2 [0] NCCL INFO Channel 07/0 : 15[7] -> 6[6] [send] via NET/Socket/3", "NET/Socket", "sockets"),
+        ("h:1:2 [0] NCCL INFO Channel 00 : 0[1a000] -> 1[1b000] via P2P/IPC", "P2P/IPC", "peer-access"),
+        ("h:1:2 [0] NCCL INFO Ring 00 : 15 -> 0 [receive] via NET/IB/0", "NET/IB", "no-gpudirect"),
+        ("h:1:2 [0] NCCL INFO Ring 00 : 0[0] -> 1[1] via direct shared memory", "direct shared memory", "host-memory"),
+        (
+            "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/AWS Libfabric/0/GDRDMA",
+            "NET/AWS Libfabric/GDRDMA",
+            "gpudirect",
+        ),
+        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] via NET/FastSocket/0", "NET/FastSocket", "sockets"),
+        ("h:1:2 [0] NCCL INFO Channel 0/0 : 0[0] -> 8[0] via NET/GPUDirectTCPX_v7/1(2)", None, "gpudirect"),
+    ],
+)
+def test_transports_of_many_versions(line: str, transport: str | None, id: str) -> None:
+    if transport is not None:
+        assert list(read_log([line]).transports) == [transport]
+    assert f"nccl.{id}" in found(line)
+
+
+def test_rings_of_an_old_version() -> None:
+    assert read_log(["x:1:2 [0] NCCL INFO Channel 00 :    0   1"]).rings == {0: (0, 1)}
+
+
+def test_cards_of_several_ports() -> None:
+    line = "x:1:2 [1] NCCL INFO NET/IB : Using [0]hfi1_0:1/IB [1]hfi1_1:1/IB/SHARP ; OOB ib0:10.10.10.2<0>"
+    log = read_log([line])
+    assert log.cards == {"hfi1_0:1/IB", "hfi1_1:1/IB/SHARP"} and log.interfaces == {"ib0"}
+
+
 def test_without_gpudirect() -> None:
     finding = found(logs.NO_GPUDIRECT)["nccl.no-gpudirect"]
     assert "disabled for a card (2 lines)" in finding.evidence and "not determined" in finding.evidence

@@ -9,11 +9,13 @@ from paceline.costs.hardware import find_hardware
 from paceline.costs.workload import Cluster
 from paceline.doctor.measured.expected import expected_bus, expected_pair, expected_rate
 from paceline.doctor.measured.outliers import slow_ends, slow_ones
-from paceline.doctor.measured.record import TITLES, UNITS, Measured, RankRecord
+from paceline.doctor.measured.record import SHARED, TITLES, UNITS, Measured, RankRecord
 from paceline.doctor.measured.tables import BROKEN, GOOD, number
 from paceline.report import units
 from paceline.report.finding import Finding, Severity
 
+_STORAGE_DIFFERS = 0.3
+"""Nodes that read and write slower by less are alike: what others do at the moment matters as much."""
 _LARGE = 64 * 2**20
 """Collectives below are latency."""
 
@@ -106,7 +108,7 @@ def _among_ranks(measured: Measured) -> Iterator[Finding]:
     by_rank = {record.rank: record for record in measured.ranks}
     for name, unit in UNITS.items():
         values = measured.values(name)
-        found = slow_ones(values)
+        found = slow_ones(values) if name not in SHARED else _slow_nodes(measured, name)
         if not found:
             continue
         middle = median(values.values())
@@ -123,6 +125,16 @@ def _among_ranks(measured: Measured) -> Iterator[Finding]:
             "there.",
             f"{units.percent(1 / worst - 1, 0)} less time in this part",
         )
+
+
+def _slow_nodes(measured: Measured, name: str) -> dict[int, float]:
+    """Ranks of nodes that are slow together, with the node's share of the median of nodes."""
+    nodes = {record.rank: record.node for record in measured.ranks}
+    summed: dict[int, float] = {}
+    for rank, rate in measured.values(name).items():
+        summed[nodes[rank]] = summed.get(nodes[rank], 0.0) + rate
+    slow = slow_ones(summed, least=_STORAGE_DIFFERS)
+    return {rank: slow[node] for rank, node in nodes.items() if node in slow}
 
 
 def _whole_nodes(measured: Measured, slow: set[int]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from statistics import median
 from typing import TypeVar
@@ -12,7 +11,9 @@ Key = TypeVar("Key", bound=Hashable)
 LEAST = 0.05
 """A rate below the median by less is within what like machines differ by."""
 DEVIATIONS = 4.0
-"""And it must stand out from the spread of the others, in standard deviations of a normal distribution."""
+"""And it must stand out from the spread of the others, in standard deviations of a normal distribution,"""
+FAR = 0.5
+"""or be below this share of the median, however much the others differ."""
 _FEWEST = 3
 
 
@@ -27,26 +28,21 @@ def slow_ones(rates: Mapping[Key, float], *, least: float = LEAST) -> dict[Key, 
     if middle <= 0:
         return {}
     spread = max(1.4826 * median(abs(rate - middle) for rate in rates.values()), 0.005 * middle)
-    limit = min((1 - least) * middle, middle - DEVIATIONS * spread)
+    limit = max(FAR * middle, min((1 - least) * middle, middle - DEVIATIONS * spread))
     return {key: rate / middle for key, rate in rates.items() if rate < limit}
 
 
 def slow_ends(
     pairs: Mapping[tuple[int, int], float], *, least: float = 0.1
 ) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
-    """(ends all of whose links are slow, slow links between other ends), with shares of the median of all links.
+    """(ends all of whose links are slow, slow links between other ends), with shares of what is usual.
 
-    One end is blamed where nearly all of its links are slow and those of others are not.
+    An end is judged by its best link: one slow end makes half of the links among four slow, but nobody else's best.
     """
-    slow = slow_ones(pairs, least=least)
-    links: dict[int, list[bool]] = defaultdict(list)
-    for pair in pairs:
+    best: dict[int, float] = {}
+    for pair, rate in pairs.items():
         for end in pair:
-            links[end].append(pair in slow)
-    blamed = {end for end, found in links.items() if len(found) >= _FEWEST - 1 and sum(found) >= 0.8 * len(found)}
-    if len(blamed) > len(links) / 2:
-        # then it is no end that stands out
-        blamed = set()
-    middle = median(pairs.values()) if pairs else 0.0
-    ends = {end: median(rate for pair, rate in pairs.items() if end in pair) / middle for end in sorted(blamed)}
-    return ends, {pair: share for pair, share in slow.items() if not blamed & set(pair)}
+            best[end] = max(best.get(end, 0.0), rate)
+    ends = slow_ones(best, least=least)
+    left = {pair: rate for pair, rate in pairs.items() if not ends.keys() & set(pair)}
+    return ends, slow_ones(left, least=least)

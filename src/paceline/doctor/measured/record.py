@@ -25,6 +25,9 @@ UNITS = {
 """Of one rank alone. GB are 10^9 bytes. `gemm_*` are sustained for seconds; `*_burst` is the best of short ones.
 `attention` is forward and backward, 3.5 times the forward's FLOPs (the scores are computed again)."""
 
+SHARED = ("storage_read", "storage_random", "checkpoint_write", "loader")
+"""Rates that ranks of a node take from each other, and from what the system remembers: compared between nodes alone."""
+
 TITLES = {
     "gemm_bf16_burst": "bf16 matrix product, burst",
     "gemm_bf16": "bf16 matrix product, sustained",

@@ -13,6 +13,8 @@ from paceline.report.finding import Finding
 from paceline.report.table import Table, table
 
 _SHOWN = 5
+_SOCKETS = ("Socket", "FastSocket")
+"""Networks over TCP, NCCL's own and Google's."""
 
 
 def judge(log: NcclLog, *, card: str | None = None) -> list[Finding]:
@@ -89,8 +91,8 @@ def _some(ranks: list[int]) -> str:
 
 
 def _between_nodes(log: NcclLog) -> Iterator[Finding]:
-    socket = any(name.startswith("Socket") for name in log.networks) or any(
-        name.startswith("NET/Socket") for name in log.transports
+    socket = any(name.startswith(_SOCKETS) for name in log.networks) or any(
+        name.removeprefix("NET/").startswith(_SOCKETS) for name in log.transports
     )
     if not socket:
         if log.networks or log.cards:
@@ -150,8 +152,9 @@ def _why_sockets(log: NcclLog) -> tuple[str, str]:
 
 def _gpudirect(log: NcclLog) -> Iterator[Finding]:
     remote = {name: count for name, count in log.transports.items() if name.startswith("NET/")}
-    plain = sum(count for name, count in remote.items() if "GDRDMA" not in name and "Socket" not in name)
-    direct = sum(count for name, count in remote.items() if "GDRDMA" in name)
+    # Google's plugin names it in its own way: GPUDirectTCPX
+    direct = sum(count for name, count in remote.items() if "GDRDMA" in name or "GPUDirect" in name)
+    plain = sum(remote.values()) - direct - sum(count for name, count in remote.items() if "Socket" in name)
     disabled = log.gdr["Disabled"]
     if direct and not plain:
         yield Finding(

@@ -26,10 +26,10 @@ _CARDS = re.compile(r"NET/IB\w* : Using (.*)")
 _CARD = re.compile(r"\[\d+\]([^\s:;]+:\d+/[\w/]+)")
 _INTERFACE = re.compile(r"(?:Bootstrap ?: Using|NET/Socket ?: Using|OOB) (?:\[\d+\])?([\w.\-@]+):")
 _CHANNEL = re.compile(
-    r"(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)? : (?P<from>\d+)\[[^\]]*\] -> (?P<to>\d+)\[[^\]]*\] "
+    r"(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<from>\d+)(?:\[[^\]]*\])? -> (?P<to>\d+)(?:\[[^\]]*\])? "
     r"(?:\[(?P<way>send|receive)\] )?via (?P<via>.*?)(?:/Shared)?\s*(?:comm 0x.*)?$"
 )
-_RING = re.compile(r"Channel (\d+)/(\d+)\s*:((?:\s+\d+)+)\s*$")
+_RING = re.compile(r"(?:Channel|Ring) (\d+)(?:/(\d+))?\s*:((?:\s+\d+)+)\s*$")
 _COUNTS = re.compile(r"(\d+) coll channels")
 _KINDS = re.compile(r"(\d+) (coll|collnet|nvls|p2p) channels")
 _INIT = re.compile(r"\brank (\d+) nranks (\d+) .*?(?:commId (\w+))? ?- Init (START|COMPLETE)")
