@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from paceline.cli.convert import convert
 from paceline.errors import CheckpointError, ConfigError
 from tests.interop import hub_folders as hub
+from tests.interop.test_peft import write_adapter
 
 app = typer.Typer()
 app.command()(convert)
@@ -45,6 +46,16 @@ def test_a_model_that_says_something_else_fails_the_check(tmp_path: Path, monkey
     monkeypatch.setitem(hf_names.TABLES, "llama", swapped)
     with pytest.raises(CheckpointError, match="do not say the same"):
         call(source, tmp_path / "ours", "--check")
+
+
+def test_an_adapter_is_merged_on_the_way(tmp_path: Path) -> None:
+    source = hub.save("qwen3", tmp_path / "hf")
+    adapter = write_adapter(tmp_path / "adapter", hub.tensors(source), ["model.layers.1.mlp.gate_proj"])
+    output = call(source, tmp_path / "merged", "--to", "hf", "--adapter", adapter, "--check")
+    assert "run by paceline and transformers" in output
+    assert not hub.same(hub.tensors(source), hub.tensors(tmp_path / "merged"))
+    with pytest.raises(ConfigError, match="--unmerge without --adapter"):
+        call(source, tmp_path / "out", "--unmerge")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,12 @@ def convert(
         Path | None,
         typer.Option("--like", help="Of a Megatron-LM checkpoint: a Hugging Face folder or run of the same model."),
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="A PEFT LoRA adapter of SRC, to merge into the weights.")
+    ] = None,
+    unmerge: Annotated[
+        bool, typer.Option("--unmerge", help="Take the adapter out of SRC, which it was merged into.")
+    ] = False,
     shard_gb: Annotated[
         float, typer.Option("--shard-gb", min=0.001, help="Largest weight file of a Hugging Face folder, in GB.")
     ] = 5.0,
@@ -59,6 +65,9 @@ def convert(
     [bold]A trained run, for vLLM or Transformers[/bold]:
       paceline convert runs/my my-model --dtype bf16
 
+    [bold]With a PEFT adapter merged[/bold]:
+      paceline convert Qwen3-0.6B my-model --to hf --adapter my-adapter
+
     [bold]From and to Megatron-LM[/bold] (torch_dist):
       paceline convert megatron/iter_0001000 my-model --to hf --like Qwen3-0.6B
       paceline convert my-model for-megatron --to megatron
@@ -79,6 +88,12 @@ def convert(
     opened = open_source(source, ignore_keys=ignored, like=like)
     if vocab_size:
         opened = cut_vocabulary(opened, vocab_size)
+    if adapter:
+        from paceline.interop.peft import merge, read_adapter
+
+        opened = merge(opened, read_adapter(adapter), take_out=unmerge)
+    elif unmerge:
+        raise ConfigError("--unmerge without --adapter", next_step="Say which adapter: --adapter PATH.")
     wanted = to or ("hf" if opened.format == "paceline" else "paceline")
     options = Options(
         to=cast(Any, wanted),

@@ -60,7 +60,8 @@ def logits_of(side: Opened, tokens: Tensor, rounded: torch.dtype | None = None) 
     """[B, T, V] in fp32, and the program that computed them."""
     # fp8 weights it would keep so, where it can run them at all
     quantized = side.format == "hf" and CONFIG_KEY in read_config(side.path)
-    if side.format == "hf" and not quantized and find_spec("transformers") is not None:
+    as_it_lies = side.format == "hf" and not quantized and not side.changed
+    if as_it_lies and find_spec("transformers") is not None:
         return _by_transformers(side.path, tokens, rounded), "transformers"
     model = plain_model(side, torch.float32)
     _round(model, rounded)

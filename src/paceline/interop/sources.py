@@ -47,6 +47,8 @@ class Opened:
     step: int = 0
     notes: tuple[str, ...] = ()
     """What a person should know of it."""
+    changed: bool = False
+    """Whether ``weights`` are others than those that lie in ``path``."""
 
 
 def detect(path: Path) -> Format:

@@ -1,0 +1,233 @@
+"""LoRA adapters of PEFT: `adapter_config.json` and `adapter_model.safetensors`, merged into weights or taken out again.
+
+A matrix W of the base becomes W + scale * B A, with scale = alpha / rank, or alpha / sqrt(rank) for rank-stabilised
+LoRA (arXiv:2106.09685, arXiv:2312.03732). Adapters name modules as Transformers does, so they fit a model of any format
+whose family is known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.checkpoint.pieces import Box
+from paceline.checkpoint.weights import WeightSource
+from paceline.errors import CheckpointError
+from paceline.interop.hf_links import hf_links
+from paceline.interop.links import LinkedSource, LinkTable, whole
+from paceline.interop.sidecars import hub_config
+from paceline.interop.sources import Opened
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_PREFIX, _BASE = "base_model.model.", ".base_layer.weight"
+_MUST: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "lora_bias": (False, None),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+}
+"""What is understood; other values change the result in ways that are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What is added to one matrix: ``scale * up @ down``."""
+
+    down: Tensor
+    """[rank, in]."""
+    up: Tensor
+    """[out, rank]."""
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    path: Path
+    pairs: Mapping[str, Pair]
+    """By the name of the matrix in the base."""
+    base: Mapping[str, Tensor]
+    """Matrices of the base that were saved with it, as PEFT does for head and embedding."""
+
+
+def read_adapter(path: Path) -> Adapter:
+    """Reads an adapter; it is small, so all of it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, a pair is not whole, or the adapter is not plain LoRA.
+    """
+    config = _read_config(path)
+    wrong = [f"{key} = {config[key]!r}" for key, known in _MUST.items() if key in config and config[key] not in known]
+    if wrong:
+        raise CheckpointError(
+            f"the adapter {path} is not plain LoRA: {', '.join(wrong)}",
+            evidence="Only pairs of matrices that are added to matrices of the base are understood.",
+            next_step="Merge it with PEFT (merge_and_unload) and convert the merged model.",
+        )
+    halves: dict[str, dict[str, Tensor]] = {}
+    base = {}
+    for name, value in _read_weights(path).items():
+        if name.startswith(_PREFIX) and name.endswith(_BASE):
+            base[name.removeprefix(_PREFIX).removesuffix(_BASE) + ".weight"] = value
+            continue
+        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])(\.default)?\.weight", name)
+        if match is None or value.dim() != 2:
+            raise CheckpointError(
+                f"the adapter {path} has a tensor that is no half of a pair: {name} {list(value.shape)}",
+                next_step="Merge it with PEFT (merge_and_unload) and convert the merged model.",
+            )
+        halves.setdefault(match[1], {})[match[2]] = value
+    pairs = {}
+    for module, both in halves.items():
+        if both.keys() != {"A", "B"} or both["A"].shape[0] != both["B"].shape[1]:
+            raise CheckpointError(
+                f"the adapter {path} is not whole: {module} has {' and '.join(f'lora_{half}' for half in both)}",
+                next_step="Copy it again.",
+            )
+        pairs[f"{module}.weight"] = Pair(down=both["A"], up=both["B"], scale=_scale(config, module))
+    return Adapter(path=path, pairs=pairs, base=base)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((path / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no PEFT adapter: {CONFIG} cannot be read",
+            evidence=str(error),
+            next_step=f"Give the folder that holds {CONFIG} and {WEIGHTS}.",
+        ) from error
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path / WEIGHTS} cannot be read", evidence=str(error), next_step="Copy the adapter again."
+        ) from error
+
+
+def _scale(config: Mapping[str, Any], module: str) -> float:
+    rank, alpha = _of(config, "rank_pattern", "r", 8, module), _of(config, "alpha_pattern", "lora_alpha", 8, module)
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of(config: Mapping[str, Any], patterns: str, key: str, default: float, module: str) -> float:
+    """A setting, or the one that a pattern gives for this module: PEFT matches the end of its name."""
+    for pattern, value in (config.get(patterns) or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return float(value)
+    return float(config.get(key, default))
+
+
+def merge(opened: Opened, adapter: Adapter, *, take_out: bool = False) -> Opened:
+    """The model with the adapter merged, or taken out of weights that it was merged into.
+
+    Raises:
+        ConfigError: the model has no names in Transformers, so an adapter cannot mean it.
+        CheckpointError: the adapter is for another model: a matrix is missing or of another shape; all are listed.
+    """
+    config = hub_config(opened.model, template=opened.template)
+    table = hf_links(opened.model, str(config["model_type"]))
+    # a tied head has no matrix of its own to add to
+    shapes = {name: shape for name, shape in table.their_shapes().items() if name not in table.copies}
+    problems = [_misfit(name, pair, shapes, config) for name, pair in adapter.pairs.items()]
+    problems = [problem for problem in problems if problem] + _other_base(opened, table, adapter)
+    if problems:
+        raise CheckpointError(
+            f"the adapter {adapter.path} fits another model: {len(problems)} of its {len(adapter.pairs)} pairs misfit",
+            evidence="\n  ".join(problems[:10]),
+            next_step="Take the model that its adapter_config.json names as base_model_name_or_path.",
+        )
+    deltas = _Deltas(adapter, shapes, transposed=config["model_type"] == "gpt2", sign=-1.0 if take_out else 1.0)
+    verb = "taken out of" if take_out else "merged into"
+    note = f"{adapter.path.name}: {len(adapter.pairs)} pairs are {verb} the weights."
+    return replace(opened, weights=_Merged(opened.weights, table, deltas), notes=(*opened.notes, note), changed=True)
+
+
+def _other_base(opened: Opened, table: LinkTable, adapter: Adapter) -> list[str]:
+    """Matrices that were saved with the adapter and are not those of the model."""
+    for ours, links in table.links.items():
+        for link in links:
+            saved = adapter.base.get(link.theirs)
+            if saved is None:
+                continue
+            value = opened.weights.read(ours)
+            if saved.shape != value.shape or not torch.equal(saved.to(value.dtype), value):
+                return [f"{link.theirs} was saved with it, and is another one than the model's"]
+    return []
+
+
+def _misfit(name: str, pair: Pair, shapes: Mapping[str, torch.Size], config: Mapping[str, Any]) -> str:
+    if name not in shapes:
+        return f"{name} is not in the model"
+    needed = (pair.up.shape[0], pair.down.shape[1])
+    have = tuple(shapes[name])[:: -1 if config["model_type"] == "gpt2" else 1]
+    return "" if needed == have else f"{name} would be {list(needed)}, the model's is {list(have)}"
+
+
+class _Deltas:
+    """What is added to the matrices of the base, under their names: a ``RawSource``."""
+
+    def __init__(self, adapter: Adapter, shapes: Mapping[str, torch.Size], *, transposed: bool, sign: float) -> None:
+        self.pairs = adapter.pairs
+        self._shapes = shapes
+        self._transposed = transposed
+        self._sign = sign
+
+    def shapes(self) -> Mapping[str, torch.Size]:
+        return self._shapes
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def read(self, name: str, box: Box) -> Tensor:
+        pair = self.pairs.get(name)
+        if pair is None:
+            return torch.zeros(box.sizes)
+        (row, column), (rows, columns) = box.offsets, box.sizes
+        if self._transposed:
+            (row, column), (rows, columns) = (column, row), (columns, rows)
+        up, down = pair.up.narrow(0, row, rows).float(), pair.down.narrow(1, column, columns).float()
+        delta = (up @ down) * (self._sign * pair.scale)
+        return delta.T if self._transposed else delta
+
+
+class _Merged:
+    """A model with something added to some of its matrices: a ``WeightSource``."""
+
+    def __init__(self, base: WeightSource, table: LinkTable, deltas: _Deltas) -> None:
+        self._base = base
+        self._deltas = LinkedSource(table, deltas)
+        self._touched = {
+            name for name, links in table.links.items() if any(link.theirs in deltas.pairs for link in links)
+        }
+
+    def shapes(self) -> Mapping[str, torch.Size]:
+        return self._base.shapes()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._base.dtype(name)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        box = box or whole(self.shapes()[name])
+        value = self._base.read(name, box)
+        if name not in self._touched:
+            return value
+        return (value.float() + self._deltas.read(name, box)).to(value.dtype)
