@@ -251,3 +251,11 @@ def test_other_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runner.main(bench, "")
     failed = json.loads((tmp_path / "moe_one_gpu.json").read_text())["entries"]["baseline/qwen3"]["failed"]
     assert any("neither Qwen3-MoE, Mixtral nor DeepSeek-V2" in line for line in failed)
+
+
+def test_the_guide_shows_what_was_measured_of_a_layer() -> None:
+    layers = json.loads((ROOT / "docs/measured/moe_products.json").read_text())["rows"]["layers"]["qwen3"]
+    text = (ROOT / "docs/parallelism.md").read_text().replace("*", "").replace("`", "")
+    for name in ("plain", "grouped", "triton", "grouped, fp8", "triton, fp8"):
+        rates = " | ".join(f"{layers[load][name]['TFLOP/s']:.0f}" for load in ("balanced", "random", "one expert 20 %"))
+        assert f"| {name} | {rates} | {layers['balanced'][name]['peak GiB beside weights']:.2f} |" in text, name
