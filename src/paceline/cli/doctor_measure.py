@@ -20,7 +20,7 @@ from paceline.doctor.examination import Examination
 from paceline.doctor.measured.calibration import calibration, calibration_text
 from paceline.doctor.measured.judge import judge
 from paceline.doctor.measured.record import Measured
-from paceline.doctor.measured.tables import collective_table, rate_table, share_bars
+from paceline.doctor.measured.tables import collective_table, pair_table, rate_table, share_bars
 from paceline.errors import ConfigError, LaunchError
 from paceline.planner.machines import make_cluster
 from paceline.report.console import make_console
@@ -138,8 +138,8 @@ def add_measured(examination: Examination, measured: Measured, wish: Wish, *, ne
     cluster = measured_cluster(measured, wish)
     examination.found += judge(measured, cluster, needed_tokens=needed_tokens)
     examination.tables.append(rate_table(measured))
-    if (shown := collective_table(measured, cluster)) is not None:
-        examination.tables.append(shown)
+    more = (pair_table(measured), collective_table(measured, cluster))
+    examination.tables += [shown for shown in more if shown is not None]
     if (bars := share_bars(measured)) is not None:
         examination.pictures.append(("Measured beside expected", bars))
     numbers = calibration(measured, cluster)

@@ -17,7 +17,7 @@ from paceline.doctor.hardware.judge import judge as judge_cards
 from paceline.doctor.software import Software, judge_software, software_table
 from paceline.doctor.topology.acs import judge_acs, parse_lspci
 from paceline.doctor.topology.groups import best_grouping
-from paceline.doctor.topology.judge import alike, topology_table
+from paceline.doctor.topology.judge import alike, link_table, topology_table
 from paceline.doctor.topology.judge import judge as judge_topology
 from paceline.doctor.topology.matrix import LinkMatrix
 from paceline.doctor.topology.picture import matrix_picture
@@ -62,7 +62,8 @@ class Examination:
         self.found += judge_topology(first, config=self.config, card=self.card, nodes=self.nodes)
         if first.gpus:
             self.tables.append(topology_table(first))
-        self.pictures.append(("Links", matrix_picture(first)))
+        words = f"<details><summary>As a table</summary>{table_html(link_table(first))}</details>"
+        self.pictures.append(("Links", matrix_picture(first) + words))
         grouping = best_grouping(first)
         self.facts["topology"] = {
             "devices": list(first.devices),

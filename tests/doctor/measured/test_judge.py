@@ -13,7 +13,7 @@ from paceline.doctor.measured.expected import expected_bus, expected_pair, expec
 from paceline.doctor.measured.judge import judge
 from paceline.doctor.measured.outliers import slow_ends, slow_ones
 from paceline.doctor.measured.record import TITLES, UNITS, Measured
-from paceline.doctor.measured.tables import collective_table, rate_table, share_bars
+from paceline.doctor.measured.tables import collective_table, pair_table, rate_table, share_bars
 from paceline.planner.calibration import read_calibration
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.report.finding import Finding
@@ -227,6 +227,8 @@ def test_tables_and_picture() -> None:
     assert rows["bf16 matrix product, sustained"][-1] == "as it should be" and len(rows) == len(H200)
     shown = collective_table(measured, TWO)
     assert shown is not None and len(shown.rows) == len(BUS)
-    assert collective_table(healthy(1, 1), None) is None
+    assert collective_table(healthy(1, 1), None) is None and pair_table(healthy(1, 1)) is None
+    between = pair_table(healthy(2, 4))
+    assert between is not None and len(between.rows) == 4 and between.rows[1][2] == ""
     assert "Percent of what is expected" in (share_bars(measured) or "")
     assert share_bars(healthy(1, 2, device="cpu")) is None

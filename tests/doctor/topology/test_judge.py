@@ -11,7 +11,7 @@ from paceline.config.run import RunConfig
 from paceline.costs.hardware import find_hardware
 from paceline.doctor.topology.acs import judge_acs, parse_lspci
 from paceline.doctor.topology.groups import axis_groups, best_grouping, domains
-from paceline.doctor.topology.judge import alike, judge, topology_table
+from paceline.doctor.topology.judge import alike, judge, link_table, topology_table
 from paceline.doctor.topology.matrix import LinkMatrix, parse_matrices
 from paceline.doctor.topology.picture import matrix_picture
 from paceline.errors import ConfigError
@@ -228,3 +228,5 @@ def test_the_table() -> None:
     rows = topology_table(matrix_of(nodes.nvswitch())).rows
     assert rows[0] == ("GPU0", "0", "0-55,112-167", "mlx5_0 (PIX)") and len(rows) == 8
     assert topology_table(matrix_of(nodes.NCCL_1130)).rows[0] == ("GPU0", "0", "?", "none")
+    words = link_table(matrix_of(nodes.TWO_H200_IN_COLOUR))
+    assert words.rows == (("GPU0", "", "NV18", "SYS"), ("GPU1", "NV18", "", "SYS"))

@@ -14,6 +14,7 @@ from paceline.report.table import Table, table
 GOOD = 0.85
 """Of what is expected, and more: as it should be."""
 BROKEN = 0.5
+_MOST_COLUMNS = 16
 
 
 def verdict(share: float | None) -> str:
@@ -77,6 +78,19 @@ def collective_table(measured: Measured, cluster: Cluster | None) -> Table | Non
     columns = ("collective", ">tensor", ">time", ">bus GB/s", ">expected", "verdict")
     note = f"{measured.backend} over {len(measured.ranks)} ranks; bus bandwidth as nccl-tests counts it."
     return table(columns, rows, title="Collectives", notes=(note,))
+
+
+def pair_table(measured: Measured) -> Table | None:
+    """GB/s from each rank to each other of the first node; None where none were measured."""
+    first = measured.ranks[0].node
+    ranks = [record.rank for record in measured.ranks if record.node == first][:_MOST_COLUMNS]
+    if not any((a, b) in measured.pairs for a in ranks for b in ranks):
+        return None
+    rows = [
+        (f"rank {a}", *(f"{measured.pairs[a, b]:.4g}" if (a, b) in measured.pairs else "" for b in ranks))
+        for a in ranks
+    ]
+    return table(("from", *(f">to {b}" for b in ranks)), rows, title="GB/s between ranks of a node")
 
 
 def share_bars(measured: Measured) -> str | None:

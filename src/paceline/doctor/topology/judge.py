@@ -60,3 +60,10 @@ def topology_table(matrix: LinkMatrix) -> Table:
             )
         )
     return table(("GPU", "NUMA node", "CPUs", "closest network card"), rows, title="Topology")
+
+
+def link_table(matrix: LinkMatrix) -> Table:
+    """The matrix in words, for whom the picture says nothing: a row for each GPU."""
+    columns = (*matrix.gpus, *matrix.nics)
+    rows = [(gpu, *("" if gpu == other else matrix.label(gpu, other) for other in columns)) for gpu in matrix.gpus]
+    return table(("from", *columns), rows, title="Links as a table")
