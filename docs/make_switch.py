@@ -21,6 +21,13 @@ EXPERTS = {"dense": 1, "experts2": 2, "experts4": 4, "experts8": 8}
 FULL = "experts8"
 """What router and capacities are held against: an fp32 router, capacity 1.25."""
 CAPACITIES = {"capacity1": 1.0, FULL: 1.25, "capacity2": 2.0}
+VARIANTS = {
+    **{name: "dense" if name == "dense" else f"{number} experts" for name, number in EXPERTS.items()},
+    "bf16_router": "the router in bf16",
+    "capacity1": "capacity 1.0",
+    "capacity2": "capacity 2.0",
+}
+SEEDS = 3
 POINT_STEPS = 10
 """Steps of a point of a curve in the results."""
 SIZES = {
@@ -101,6 +108,8 @@ def page(data: Mapping[str, Any], pictures: Path) -> list[str]:
         size = Size.of(name, data["entries"])
         if size.runs:
             lines += section(size, str(data.get("devices", "unknown devices")), pictures)
+        else:
+            lines += [f"**Not run yet**: the size `{name}`, {SIZES[name]}.", ""]
     return lines
 
 
@@ -122,7 +131,17 @@ def section(size: Size, devices: str, pictures: Path) -> list[str]:
         lines += ["", "### The router's precision", "", *router(size)]
     if sum(variant in size.runs for variant in CAPACITIES) > 1:
         lines += ["", "### Capacity", "", *capacity(size)]
-    return [*lines, ""]
+    return [*lines, *not_run(size), ""]
+
+
+def not_run(size: Size) -> list[str]:
+    """What is still to come, of a bench that runs seed by seed."""
+    left = [
+        f"{title} ({SEEDS - number} of {SEEDS} seeds)"
+        for variant, title in VARIANTS.items()
+        if (number := len(size.runs.get(variant, {}))) < SEEDS
+    ]
+    return ["", f"**Not run yet**: {', '.join(left)}."] if left else []
 
 
 # ---- how many experts
@@ -132,7 +151,7 @@ def experts_table(size: Size, here: Sequence[str]) -> Iterator[str]:
     yield "| model | parameters | held-out loss, mean | each seed | against dense, seed by seed | training loss |"
     yield "| --- | ---: | ---: | --- | --- | ---: |"
     for variant in here:
-        title = "dense" if variant == "dense" else f"{EXPERTS[variant]} experts"
+        title = VARIANTS[variant]
         each = ", ".join(f"{loss:.4f}" for loss in size.losses(variant))
         beside = "" if variant == "dense" else signed(size.against(variant, "dense"))
         yield (
@@ -156,9 +175,8 @@ def verdict(size: Size) -> list[str]:
     ]
     for more, fewer in steps:
         each = size.against(more, fewer)
-        name = "dense" if fewer == "dense" else f"{EXPERTS[fewer]} experts"
         said.append(
-            f"{EXPERTS[more]} experts against {name}: {mean(each):+.4f} in the mean, lower in "
+            f"{VARIANTS[more]} against {VARIANTS[fewer]}: {mean(each):+.4f} in the mean, lower in "
             f"{sum(value < 0 for value in each)} of {len(each)} seeds."
         )
     spread = max(max(size.losses(variant)) - min(size.losses(variant)) for variant in EXPERTS)
@@ -192,8 +210,7 @@ def by_step(size: Size, here: Sequence[str]) -> str:
     drawn = scatter(
         points, x_title="step", y_title="training loss, mean of the seeds", title=f"training loss, {size.name}"
     )
-    names = ["dense" if variant == "dense" else f"{EXPERTS[variant]} experts" for variant in here]
-    return standalone(drawn, names, coloured=True)
+    return standalone(drawn, [VARIANTS[variant] for variant in here], coloured=True)
 
 
 def standalone(drawn: str, names: Sequence[str], *, coloured: bool) -> str:

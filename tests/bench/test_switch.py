@@ -161,7 +161,10 @@ def test_what_is_not_there_is_not_judged(tmp_path: Path) -> None:
     assert "bf16 against fp32, seed by seed: +0.0500" in text and "### Capacity" not in text
     text = "\n".join(writer.page(results({"experts8": [3.9], "capacity2": [3.8]}), tmp_path))
     assert "| 2.0 | 3.8000 | 3.8000 | -0.1000 | 20.0% | 5.0% |" in text and "router's precision" not in text
-    assert "## Small" not in "\n".join(writer.page({"entries": {}}, tmp_path))
+    assert "**Not run yet**: dense (3 of 3 seeds), 2 experts (3 of 3 seeds)" in text and "8 experts (2 of 3" in text
+    text = "\n".join(writer.page({"entries": {}}, tmp_path))
+    assert "## Small" not in text and "**Not run yet**: the size `small`" in text
+    assert writer.VARIANTS.keys() == switch.VARIANTS.keys() and len(switch.SEEDS) == writer.SEEDS
 
 
 def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
