@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from paceline.doctor.hardware.smi import parse_smi
 from paceline.doctor.measured.record import Measured
 from paceline.doctor.text_file import read_text
 from paceline.doctor.topology.matrix import LinkMatrix, parse_matrices
+from paceline.doctor.topology.wiring import binding
 from paceline.errors import ConfigError
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.rank import Candidate
@@ -97,6 +99,8 @@ def examine(asked: Asked) -> Examination | None:
     examination.found += unread
     if matrices:
         examination.add_topology(matrices)
+        if machine is not None:
+            examination.found += binding(matrices[0], machine.host.cpus, own_gpu(machine.variables, info))
     if text := _lspci(asked, machine):
         examination.add_acs(text, asked.lspci or "lspci")
     if asked.env:
@@ -107,6 +111,18 @@ def examine(asked: Asked) -> Examination | None:
     if measured is not None and machine is not None:
         _add_measured(examination, asked, measured, machine, best)
     return examination
+
+
+def own_gpu(variables: Mapping[str, str], info: ProcessInfo) -> int | None:
+    """The driver's number of this process's GPU; None without a launcher, -1 where it is named by something else."""
+    if info.launcher == "single":
+        return None
+    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
+    if not visible:
+        return info.local_rank
+    parts = [part.strip() for part in visible.split(",")]
+    chosen = parts[info.local_rank] if info.local_rank < len(parts) else parts[0]
+    return int(chosen) if chosen.isdecimal() else -1
 
 
 def _add_measured(

@@ -105,4 +105,4 @@ class Examination:
     def add_host(self, host: Host, *, gpus: int) -> None:
         self.found += judge_host(host, gpus=gpus, nodes=self.nodes)
         self.tables.append(host_table(host))
-        self.facts["host"] = asdict(host)
+        self.facts["host"] = host.as_dict()

@@ -10,7 +10,7 @@ import pytest
 from paceline.doctor.hardware.host import Host, Port, host_table, judge_host, read_host
 
 GOOD = Host(
-    name="node1", cores=128, memory_bytes=2**41, shm_bytes=2**36,
+    name="node1", cpus=frozenset(range(128)), memory_bytes=2**41, shm_bytes=2**36,
     ports=(Port(name="mlx5_0:1", state="ACTIVE", gbit=400.0, layer="InfiniBand"),),
     peermem=True, dmabuf=False, memlock_bytes=None, interfaces=("lo", "eth0"), container=False,
 )  # fmt: skip
@@ -29,7 +29,7 @@ def test_a_good_host() -> None:
     [
         ({"shm_bytes": 64 * 2**20}, "host.shm", "error"),  # case 39: before the run
         ({"shm_bytes": 512 * 2**20}, "host.shm", "warning"),
-        ({"cores": 32}, "host.cores", "warning"),
+        ({"cpus": frozenset(range(32))}, "host.cores", "warning"),
         ({"memory_bytes": 2**36}, "host.memory", "warning"),
         ({"ports": ()}, "host.no-rdma", "warning"),
         ({"ports": (Port(name="a:1", state="DOWN", gbit=10.0, layer="InfiniBand"),)}, "host.port-down", "error"),

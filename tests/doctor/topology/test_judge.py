@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from xml.dom.minidom import parseString
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.doctor.topology.groups import axis_groups, best_grouping, domains
 from paceline.doctor.topology.judge import alike, judge, link_table, topology_table
 from paceline.doctor.topology.matrix import LinkMatrix, parse_matrices
 from paceline.doctor.topology.picture import matrix_picture
+from paceline.doctor.topology.wiring import binding
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 from tests.doctor.topology import nodes
@@ -166,6 +168,24 @@ def test_cores() -> None:
     assert "16 CPUs (0-15) for 8 GPUs: 2 each" in found(nodes.nvswitch(cpus="0-15"))["topology.few-cores"].subject
     assert "topology.few-cores" not in found(nodes.nvswitch(cpus="0-47"), nodes=1)
     assert "topology.few-cores" in found(nodes.nvswitch(cpus="0-47"), nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "gpu", "warned"),
+    [
+        (range(0, 28), 0, False),
+        (range(0, 28), 2, True),
+        (range(0, 28), None, True),  # it starts processes for GPUs 2 and 3 too
+        (range(0, 112), None, False),
+        (range(28, 32), 1, True),
+        ((), 0, False),
+        (range(0, 28), 9, False),
+        (range(0, 28), -1, False),
+    ],
+)
+def test_processes_far_from_their_gpu(allowed: Iterable[int], gpu: int | None, warned: bool) -> None:
+    found = list(binding(matrix_of(nodes.NCCL_667), frozenset(allowed), gpu))
+    assert [one.id for one in found] == (["topology.binding"] if warned else [])
 
 
 def test_nodes_that_differ() -> None:

@@ -7,8 +7,9 @@ import platform
 import resource
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,7 +41,7 @@ class Host:
     """None where the system does not say."""
 
     name: str
-    cores: int
+    cpus: frozenset[int]
     """That this process may use."""
     memory_bytes: int
     shm_bytes: int | None
@@ -54,6 +55,14 @@ class Host:
     interfaces: tuple[str, ...]
     container: bool
 
+    @property
+    def cores(self) -> int:
+        """That this process may use."""
+        return len(self.cpus)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "cpus": sorted(self.cpus), "cores": self.cores}
+
 
 def read_host(root: Path = Path("/")) -> Host:
     """This machine; `root` stands for another file system in tests."""
@@ -62,7 +71,7 @@ def read_host(root: Path = Path("/")) -> Host:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Host(
         name=socket.gethostname(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
         memory_bytes=host_memory().total,
         shm_bytes=_shm(root / "dev/shm"),
         ports=tuple(_ports(root / "sys/class/infiniband")),

@@ -25,6 +25,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LABEL = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC|N/A")
 _AFFINITY = {"CPU_Affinity": "cpus", "NUMA_Affinity": "numa", "NUMA": "numa", "GPU_NUMA_ID": "gpu_numa"}
 _LEGEND = re.compile(r"^\s*(NIC\d+)\s*:\s*(\S+)\s*$")
+_MOST_CPUS = 2**16
 _HOW = "Save it whole: nvidia-smi topo -m > topo.txt; then paceline doctor --topo topo.txt."
 
 
@@ -37,16 +38,27 @@ class Affinity:
     numa: str | None = None
 
     @property
-    def num_cpus(self) -> int | None:
-        if self.cpus is None or not re.fullmatch(r"[\d,\-]+", self.cpus):
-            return None
-        total = 0
-        for part in filter(None, self.cpus.split(",")):
-            first, _, last = part.partition("-")
-            if not first.isdecimal() or (last and not last.isdecimal()):
-                return None
-            total += int(last or first) - int(first) + 1
-        return total
+    def cpu_numbers(self) -> frozenset[int]:
+        """Empty where the text does not say."""
+        return frozenset(cpu_numbers(self.cpus or ""))
+
+    @property
+    def num_cpus(self) -> int:
+        return len(self.cpu_numbers)
+
+
+def cpu_numbers(text: str) -> list[int]:
+    """``0-2,8`` is 0, 1, 2, 8; empty where it is no such list, or one of more CPUs than there are."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        return []
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        low, high = int(first), int(last or first)
+        if high >= _MOST_CPUS:
+            return []
+        found += range(low, high + 1)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ def _cores(matrix: LinkMatrix, nodes: int | None) -> Iterator[Finding]:
             groups.setdefault(affinity.cpus or "", []).append(gpu)
     enough = _FEW_CORES_MANY_NODES if nodes is not None and nodes > 1 else _FEW_CORES
     for cpus, gpus in groups.items():
-        total = matrix.affinity[gpus[0]].num_cpus or 0
+        total = matrix.affinity[gpus[0]].num_cpus
         if total < enough * len(gpus):
             yield Finding(
                 id="topology.few-cores",
@@ -168,3 +168,29 @@ def _cores(matrix: LinkMatrix, nodes: int | None) -> Iterator[Finding]:
             evidence="Inside virtual machines and containers the driver often cannot tell.",
             next_step="On the host: nvidia-smi topo -m, and lscpu.",
         )
+
+
+def binding(matrix: LinkMatrix, allowed: frozenset[int], gpu: int | None) -> Iterator[Finding]:
+    """Whether this process may run on CPUs close to its GPU.
+
+    Args:
+        allowed: CPUs that this process may use.
+        gpu: its GPU's number; None where it starts the processes of all GPUs.
+    """
+    numbers = range(len(matrix.gpus)) if gpu is None else [gpu] if 0 <= gpu < len(matrix.gpus) else []
+    for number in numbers:
+        affinity = matrix.affinity.get(matrix.gpus[number])
+        near = affinity.cpu_numbers if affinity else frozenset()
+        if near and allowed and not near & allowed:
+            yield Finding(
+                id="topology.binding",
+                severity="warning",
+                subject=f"this process may use none of the CPUs close to GPU {number} "
+                f"({affinity.cpus if affinity else ''})",
+                evidence=f"It is bound to {len(allowed)} others: launches, copies from and to the host and NCCL's "
+                "threads "
+                "cross the link between processors.",
+                next_step="Bind each process to its GPU's CPUs: srun --cpu-bind, numactl --cpunodebind; or ask the "
+                "scheduler for whole nodes.",
+            )
+            return
