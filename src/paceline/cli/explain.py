@@ -18,6 +18,15 @@ def explain(
     compare: Annotated[
         bool, typer.Option("--compare", help="Two traces are before and after, not two ranks of one program.")
     ] = False,
+    capture: Annotated[
+        int,
+        typer.Option(
+            "--capture", metavar="N", min=0, help="Ask a running job for a capture of N steps, and explain it."
+        ),
+    ] = 0,
+    ranks: Annotated[
+        str, typer.Option("--ranks", metavar="0,1", help="Ranks of the capture; `all` takes every one.")
+    ] = "0",
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="The card behind a log, for its MFU.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     html: Annotated[
@@ -31,6 +40,7 @@ def explain(
     those of Megatron-LM, torchtitan and the Hugging Face Trainer.
 
       paceline explain runs/my
+      paceline explain runs/my --capture 3
       paceline explain runs/before runs/after
       paceline explain trace_rank*.json.gz --html trace.html
       paceline explain megatron.log --gpu H100
@@ -43,6 +53,8 @@ def explain(
     from paceline.report.console import make_console, print_findings, print_table
     from paceline.report.finding import exit_code, tally
 
+    if capture:
+        sources = _capture(sources, capture, ranks)
     found = answer(sources, gpu=gpu, compare=compare)
     if html is not None:
         _write(html, found.page())
@@ -58,6 +70,19 @@ def explain(
         print_findings(console, found.findings)
         console.print(tally(found.findings))
     raise typer.Exit(exit_code(found.findings))
+
+
+def _capture(sources: list[Path], steps: int, ranks: str) -> list[Path]:
+    from paceline.cli.explain_capture import capture
+    from paceline.errors import ConfigError
+
+    if len(sources) != 1:
+        raise ConfigError("--capture takes one run folder", next_step="Give the folder of a run that is at work.")
+    try:
+        chosen = () if ranks == "all" else tuple(int(rank) for rank in ranks.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--ranks {ranks} is no list of ranks", next_step="For example: --ranks 0,1") from error
+    return capture(sources[0], steps, chosen)
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,13 @@ class ObserveConfig(Section):
     """Keep the record of every step that `paceline explain` reads: phases, waits, machine. No step waits for it."""
     record_limit_mb: int = Field(64, ge=1)
     """MiB of it on disk for each rank; then the oldest part is dropped, but for the beginning of the run."""
+    capture_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps at which a capture begins: the PyTorch profiler, with names of modules and phases. `paceline explain RUN
+    --capture N` asks a running job for one."""
+    capture_steps: int = Field(3, ge=1)
+    """Steps of a capture."""
+    capture_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """Ranks that are captured; empty = all."""
     stall_seconds: float = Field(120.0, ge=0)
     """A step that lasts longer than this and than ten usual ones is reported, with every rank's place and stack, for
     `paceline explain`; 0 = never. Needs `record`."""

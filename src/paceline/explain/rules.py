@@ -21,6 +21,8 @@ from paceline.explain.storage_rules import checkpoint_causes, data_causes
 from paceline.explain.waterfall import Waterfall, make_waterfall
 from paceline.report.finding import Finding
 
+UNEVEN = 1.5
+"""Busiest expert's load over the mean from which on experts are called uneven."""
 LONGEST = 5
 """Slow ranks that get a finding of their own."""
 
@@ -238,8 +240,11 @@ def _even_layout(view: RunView, seconds: dict[int, float]) -> list[int]:
 
 
 def _slow(view: RunView, shares: Shares, report: RankReport) -> Iterator[Cause]:
+    uneven = int(view.recipe.get("parallel.ep", 1)) > 1 and (expert_load(view) or 0.0) >= UNEVEN
     for one in report.slow[:LONGEST]:
-        yield _slow_rank(one, report.group)
+        # the rank with the busiest experts works longest: that is told with the experts
+        if not (uneven and one.cause in ("forward", "backward")):
+            yield _slow_rank(one, report.group)
     for one in report.pausing[:LONGEST]:
         yield _pausing_rank(one)
     for link in report.links[:LONGEST]:
@@ -385,20 +390,29 @@ def _changed(view: RunView, shares: Shares, report: RankReport) -> Iterator[Caus
     )
 
 
+def _loads(view: RunView) -> list[list[float]]:
+    """By logged step: the busiest expert's load over the mean, by expert layer."""
+    found = [record.extra.get("moe/load_max_over_mean") for record in view.metrics[-20:]]
+    return [load for load in found if isinstance(load, list) and load]
+
+
+def expert_load(view: RunView) -> float | None:
+    """The busiest expert's load over the mean, mean over layers and steps; None without experts."""
+    known = _loads(view)
+    return float(np.mean([np.mean(load) for load in known])) if known else None
+
+
 def _experts(view: RunView, shares: Shares, report: RankReport) -> Iterator[Cause]:
-    loads = [record.extra.get("moe/load_max_over_mean") for record in view.metrics[-20:]]
-    known = [load for load in loads if isinstance(load, list) and load]
-    if not known:
+    mean = expert_load(view)
+    if mean is None or mean < UNEVEN:
         return
-    mean = float(np.mean([np.mean(load) for load in known]))
-    worst = int(np.argmax(np.mean(np.array(known), axis=0)))
-    if mean < 1.5:
-        return
+    by_layer = np.mean(np.array(_loads(view)), axis=0)
+    worst = int(np.argmax(by_layer))
     seconds = _expert_excess(view, shares)
     yield Cause(
         id="explain.expert-imbalance",
         subject=f"experts are used unevenly: the busiest gets {mean:.1f} times the mean load",
-        evidence=f"Worst in expert layer {worst}: {np.mean([load[worst] for load in known]):.1f} times."
+        evidence=f"Worst in expert layer {worst}: {by_layer[worst]:.1f} times."
         + (f" Ranks differ by {seconds * 1e3:.1f} ms of own forward and backward." if seconds is not None else ""),
         next_step="--set model.moe.bias_balance=true balances without a loss; or a larger model.moe.aux_loss_coef.",
         share=None if seconds is None else of_step(shares, seconds),

@@ -47,6 +47,8 @@ class RunView:
     ranks: tuple[int, ...]
     steps: NDArray[np.int64]
     table: NDArray[np.float32]
+    newest: float
+    """Unix time of the newest line of any rank, 0 without one."""
     problems: tuple[str, ...] = field(default=())
 
     @cached_property
@@ -123,6 +125,7 @@ def read_run(path: Path) -> RunView:
         ranks=tuple(record.rank for record in records),
         steps=steps,
         table=table,
+        newest=max((float(record.values[-1, _TIME_COLUMN]) / 1e3 for record in records), default=0.0),
         problems=(),
     )
     if view.missing_ranks:
@@ -192,7 +195,7 @@ def _records(path: Path, problems: list[str]) -> tuple[list[RankRecord], list[Ma
 
 
 _SUMMED_COLUMNS = [index for index, name in enumerate(COLUMNS) if name in SUMMED and name != "steps"]
-_STEPS_COLUMN = COLUMNS.index("steps")
+_STEPS_COLUMN, _TIME_COLUMN = COLUMNS.index("steps"), COLUMNS.index("time_ms")
 
 
 def _join(records: Sequence[RankRecord]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -48,35 +48,54 @@ _OF_COMMUNICATION = frozenset(name for name in LEFTOVERS if name.startswith("NCC
 
 def settings_causes(view: RunView, shares: Shares, waterfall: Waterfall) -> Iterator[Cause]:
     """From recipe and environment, priced by the record."""
-    yield from _leftovers(view, shares)
+    yield from _leftovers(view, shares, waterfall)
     config = view.config
     if config is None:
         return
     yield from _recomputation(view, shares, config)
-    yield from _exposed(view, shares, config)
+    # one of NCCL's variables has its price already
+    if not any(name in _OF_COMMUNICATION for name, *_ in leftovers(view)):
+        yield from _exposed(view, shares, config)
     if view.on_gpu:
         yield from _predicted(view, waterfall, config)
 
 
-def _leftovers(view: RunView, shares: Shares) -> Iterator[Cause]:
-    environment = view.fact("environment", {})
-    exposed = sum(float(mean_known(values)) for values in shares.axis_waits.values())
+def _leftovers(view: RunView, shares: Shares, waterfall: Waterfall) -> Iterator[Cause]:
+    """What a variable of NCCL costs is at most the communication that nothing hides, beyond what `plan` expects."""
+    exposed = of_communication(shares)
+    expected = 0.0
+    if waterfall.estimate is not None:
+        expected = waterfall.estimate.seconds * waterfall.estimate.exposed_communication
     step = max(float(mean_known(shares.wall)), 1e-12)
-    for name, (values, effect) in LEFTOVERS.items():
-        value = str(environment.get(name, ""))
-        if not re.fullmatch(values, value):
-            continue
-        of_nccl = name in _OF_COMMUNICATION
+    share = max(exposed - expected, 0.0) / step
+    for name, value, effect in leftovers(view):
+        priced = name in _OF_COMMUNICATION and view.world_size > 1 and share > 0
         yield Cause(
             id="explain.leftover-variable",
             subject=f"{name}={value} is set, which looks like a leftover of debugging",
             evidence=f"With it {effect}."
-            + (f" Collectives hold ranks up for {exposed / step:.0%} of the step." if of_nccl else ""),
+            + (f" Collectives hold ranks up for {exposed / step:.0%} of the step." if priced else ""),
             next_step=f"Unset {name} (`unset {name}`), or say why it is needed; `paceline doctor` explains it.",
-            share=None,
+            share=share if priced else None,
             severity="warning",
-            gain=f"at most {exposed / step:.0%} of the step; measure it" if of_nccl and view.world_size > 1 else "",
+            gain=f"{share:.1%} of the step at most" if priced else "",
         )
+
+
+def leftovers(view: RunView) -> list[tuple[str, str, str]]:
+    """(name, value, what it does)"""
+    environment = view.fact("environment", {})
+    return [
+        (name, str(environment[name]), effect)
+        for name, (values, effect) in LEFTOVERS.items()
+        if re.fullmatch(values, str(environment.get(name, "")))
+    ]
+
+
+def of_communication(shares: Shares) -> float:
+    """Seconds that collectives hold up the rank that waits least: what they take by themselves."""
+    together = sum(np.nan_to_num(values) for values in shares.axis_waits.values())
+    return float(np.mean(np.min(together, axis=0))) if np.size(together) else 0.0
 
 
 def _recomputation(view: RunView, shares: Shares, config: RunConfig) -> Iterator[Cause]:

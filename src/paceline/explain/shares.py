@@ -82,12 +82,13 @@ class Shares:
         off, and even below 0."""
         found = {}
         for name in OWN:
-            own = self.phase(name) - self._filled(self.view.column(f"blocked_{name}_us") * 1e-6)
+            phase, blocked = self.phase(name), self.view.column(f"blocked_{name}_us") * 1e-6
             if self.on_device and name in _CARRIERS:
-                # a step in which such a phase is far longer than usual is one in which it waited
-                usual = np.maximum(median_known(own, axis=1), 0.0)[:, None]
-                own = np.minimum(own, 3 * usual + 1e-3)
-            found[name] = own
+                # where it was not timed: what it usually is without collectives; the rest of the phase is waiting
+                usual = np.nan_to_num(median_known(phase - blocked, axis=1))[:, None]
+                found[name] = np.where(np.isnan(blocked), np.minimum(phase, np.maximum(usual, 0.0)), phase - blocked)
+            else:
+                found[name] = phase - self._filled(blocked)
         return found
 
     @cached_property

@@ -185,6 +185,21 @@ def read_trace(path: Path, *, report: Callable[[int], object] = lambda done: Non
     return _finish(path, collected, _facts(head), truncated, problems)
 
 
+def events_of(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The events of a trace one by one, for who wants more of them than `read_trace` keeps.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        with _open(path) as file:
+            for event in _Events(file, lambda done: None):
+                if isinstance(event, dict):
+                    yield event
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", evidence=str(error), next_step="Give a trace file.") from error
+
+
 def _open(path: Path) -> BinaryIO | _Gunzip:
     raw = path.open("rb")
     magic = raw.read(2)

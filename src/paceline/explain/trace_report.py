@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.costs.hardware import find_hardware
+from paceline.explain.attribution import MODULE, attribute
+from paceline.explain.capture_report import attribution_data, module_table, unattributed
 from paceline.explain.cause import Cause, ranked
 from paceline.explain.explanation import Explanation, bars
 from paceline.explain.kinds import (
@@ -98,17 +100,28 @@ def explain_traces(paths: Sequence[Path]) -> Explanation:
     """
     loaded = sorted((load(path) for path in paths), key=lambda one: (one.trace.rank is None, one.trace.rank, one.label))
     causes = list(trace_causes(loaded))
+    owned = [attribute(one.trace.path) for one in loaded[:1] if _is_capture(one.trace)]
+    causes += [cause for one in owned for cause in unattributed(one)]
     title = f"Trace {paths[0].name}" if len(paths) == 1 else f"{len(paths)} traces"
     with_gpu = [one for one in loaded if len(one.trace.start)]
     return Explanation(
         title=title,
-        tables=(_breakdown_table(loaded), *([_kernel_table(with_gpu[0])] if with_gpu else [])),
+        tables=(
+            *([_breakdown_table(loaded)] if with_gpu or not owned else []),
+            *(module_table(one, "By module and phase") for one in owned),
+            *([_kernel_table(with_gpu[0])] if with_gpu else []),
+        ),
         findings=tuple(cause.finding() for cause in ranked(causes)),
-        data={"ranks": [as_dict(one) for one in loaded]},
+        data={"ranks": [as_dict(one) for one in loaded], "attribution": [attribution_data(one) for one in owned]},
         pictures=(bars("Where the time went", [one.label for one in with_gpu], [one.parts for one in with_gpu]),)
         if with_gpu
         else (),
     )
+
+
+def _is_capture(trace: TraceData) -> bool:
+    """Whether modules are named in it, as ours are."""
+    return any(name.startswith(MODULE) for name in trace.spans)
 
 
 def as_dict(one: RankTrace) -> dict[str, object]:
@@ -201,6 +214,8 @@ def trace_causes(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
             gain="-",
         )
     with_gpu = [one for one in loaded if len(one.trace.start)]
+    if not with_gpu and all(_is_capture(one.trace) for one in loaded):
+        return
     if not with_gpu:
         yield Cause(
             id="explain.trace-without-gpu",

@@ -94,6 +94,8 @@ class StepClock:
         self._inside = 0
         self._calls = 0
         self._last_step: StepTimes | None = None
+        self.listener: Callable[[str], None] | None = None
+        """Told of each mark too, while somebody captures."""
 
     # ---- phases
 
@@ -107,6 +109,8 @@ class StepClock:
         self._phase = index
         if self._on_gpu:
             self._marks.append((index, self._event()))
+        if self.listener is not None:
+            self.listener(PHASES[index])
 
     def begin_step(self, step: int) -> StepTimes | None:
         """Ends the step before, whose host times it gives, and begins this one. Call `finished` for whole ones."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from paceline.config.run import RunConfig
+from paceline.observe.capture import Capture
+from paceline.observe.capture_request import CaptureRequest
 from paceline.observe.recorder import Recorder
 from paceline.observe.step_clock import StepClock
 from paceline.observe.telemetry.columns import MEMORY, UNKNOWN
@@ -42,6 +45,33 @@ def build_recorder(parts: Parts) -> Recorder | None:
         prometheus_port=port and port + info.local_rank,
         labels={"run": config.run.name, "rank": str(info.rank), "host": platform.node()},
     )
+
+
+def build_capture(parts: Parts, recorder: Recorder) -> Capture:
+    """What captures steps of this rank when it is asked to."""
+    observe = parts.config.observe
+
+    def listen(to: Callable[[str], None] | None) -> None:
+        recorder.clock.listener = to
+
+    return Capture(
+        dict(_named(parts)),
+        parts.device,
+        listen=listen,
+        requests=[
+            CaptureRequest(steps=observe.capture_steps, at=at, ranks=observe.capture_ranks) for at in observe.capture_at
+        ],
+    )
+
+
+def _named(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by name. A compiled block is one graph: what is inside runs without its hooks."""
+    compiled = parts.config.parallel.compile
+    for stage in parts.stages:
+        for name, module in stage.named_modules():
+            inside = name.startswith("blocks.") and name.count(".") > 1
+            if name and not isinstance(module, nn.ModuleDict | nn.ModuleList) and not (compiled and inside):
+                yield name, module
 
 
 def _facts(parts: Parts) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from paceline.runtime.start_clock import StartClock
 from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.foreign import Exporter, load_initial
 from paceline.training.persist import RunSaver, restore
-from paceline.training.recording import build_recorder
+from paceline.training.recording import build_capture, build_recorder
 from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
 from paceline.training.samples import draw_samples, keep_tokenizer
 from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
@@ -181,7 +181,7 @@ class _Run:
                 log.info("%s", report)
         saver = RunSaver(parts, self.manager, datasets)
         recorder = build_recorder(parts)
-        hooks = self._hooks(recorder)
+        hooks = self._hooks([] if recorder is None else [recorder, build_capture(parts, recorder)])
         trainer = self._trainer(parts, datasets, saver, hooks, start.progress, recorder)
         return _Opened(start=start, datasets=datasets, parts=parts, saver=saver, trainer=trainer, hooks=hooks)
 
@@ -209,8 +209,8 @@ class _Run:
             log.info("weights from %s; optimizer, schedule and data start anew", self.config.model.init_from)
             self._phase("weights")
 
-    def _hooks(self, recorder: Recorder | None) -> Hooks:
-        hooks: list[Hook] = [] if recorder is None else [recorder]
+    def _hooks(self, first: Sequence[Hook]) -> Hooks:
+        hooks = list(first)
         observe = self.config.observe
         if self.info.is_main:
             sinks = build_sinks(
