@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from distributed import run
 from paceline.errors import LaunchError
-from paceline.runtime.process import ProcessInfo, any_rank, launch_findings, process_group, process_info
+from paceline.runtime.process import (
+    ProcessInfo,
+    _let_flight_recorder_write,
+    any_rank,
+    launch_findings,
+    process_group,
+    process_info,
+)
 
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -106,6 +113,20 @@ def test_group_of_one_needs_no_network_and_can_be_made_twice() -> None:
             dist.all_reduce(value)
             assert value.tolist() == [1, 1, 1] and any_rank(True)
         assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("environ", "value"),
+    [
+        ({}, "3"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "none"}, "3"),  # torchrun's own
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCHELASTIC_RUN_ID": "none"}, "0"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "1"),
+    ],
+)
+def test_errors_of_nccl_leave_time_for_the_flight_recorder(environ: dict[str, str], value: str) -> None:
+    _let_flight_recorder_write(environ)
+    assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == value
 
 
 def test_group_is_torn_down_after_an_error() -> None:

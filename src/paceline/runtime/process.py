@@ -76,8 +76,7 @@ def process_group(
     """
     environ = os.environ if environ is None else environ
     if device.type == "cuda":
-        # 3 = clean up without waiting; 1 would end the process before the flight recorder's dump is written
-        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        _let_flight_recorder_write(environ)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     try:
@@ -113,6 +112,14 @@ def process_group(
         _tear_down(after_error=True)
         raise
     _tear_down(after_error=False)
+
+
+def _let_flight_recorder_write(environ: MutableMapping[str, str]) -> None:
+    """Errors of NCCL are handled by 3 (no waiting for its clean-up), unless another value was asked for."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    # torchrun (2.11 to 2.13) gives its processes 1, which ends one before the dump is written
+    if environ.get(name) in (None, "1" if "TORCHELASTIC_RUN_ID" in environ else None):
+        environ[name] = "3"
 
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
