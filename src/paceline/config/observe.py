@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.base import Section, Several
+from paceline.errors import ConfigError
 
 
 class ObserveConfig(Section):
@@ -18,12 +19,12 @@ class ObserveConfig(Section):
     """Keep the record of every step that `paceline explain` reads: phases, waits, machine. No step waits for it."""
     record_limit_mb: int = Field(64, ge=1)
     """MiB of it on disk for each rank; then the oldest part is dropped, but for the beginning of the run."""
-    capture_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    capture_at: tuple[int, ...] = ()
     """Steps at which a capture begins: the PyTorch profiler, with names of modules and phases. `paceline explain RUN
     --capture N` asks a running job for one."""
     capture_steps: int = Field(3, ge=1)
     """Steps of a capture."""
-    capture_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    capture_ranks: tuple[int, ...] = (0,)
     """Ranks that are captured; empty = all."""
     stall_seconds: float = Field(120.0, ge=0)
     """A step that lasts longer than this and than ten usual ones is reported, with every rank's place and stack, for
@@ -50,3 +51,14 @@ class ObserveConfig(Section):
     """Tokens of such a sample."""
     sample_temperature: float = Field(0.8, ge=0)
     """0 takes the likeliest token each time."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ObserveConfig:
+        for name, least in (("capture_at", 1), ("capture_ranks", 0)):
+            wrong = [value for value in getattr(self, name) if value < least]
+            if wrong:
+                raise ConfigError(
+                    f"observe.{name} holds {wrong[0]}, which is less than {least}",
+                    next_step="Steps count from 1, ranks from 0.",
+                )
+        return self

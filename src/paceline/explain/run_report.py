@@ -202,16 +202,20 @@ _SHOWN = {
 def _dimensions_table(view: RunView) -> Table:
     rows = []
     for dimension, values in dimensions(view).items():
-        cells = []
+        first = dimension
         for name, value in values.items():
             stem, _, unit = name.rpartition("_")
             shown, factor = _SHOWN.get(unit, ("", 1.0))
-            if value and (name not in SUMMED or value * factor >= 0.01):
-                cells.append(f"{(stem if shown else name).replace('_', ' ')} {value * factor:.4g} {shown}".strip())
-        rows.append((dimension, ", ".join(cells) or "0"))
+            if not value or (name in SUMMED and value * factor < 0.01):
+                continue
+            rows.append((first, (stem if shown else name).replace("_", " "), f"{value * factor:.4g} {shown}".strip()))
+            first = ""
     return table(
-        ("dimension", "mean over ranks and settled steps"),
+        ("dimension", "", ">mean"),
         rows,
         title="Dimensions",
-        notes=("All are joined on the step: record/rank-*.csv in the run folder, which any spreadsheet opens.",),
+        notes=(
+            "Means over ranks and settled steps; what is 0 or unknown is left out. All are joined on the step: "
+            "record/rank-*.csv in the run folder, which any spreadsheet opens.",
+        ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -96,7 +97,7 @@ def checkpoint_causes(view: RunView, shares: Shares, report: RankReport) -> Iter
 
 def _spaced(steps: int, each: float, between: float) -> int:
     """An interval at which a save is a hundredth of the steps between."""
-    return max(steps * 2, int(round(100 * each / max(between / steps, 1e-9), -1)) or 10)
+    return max(steps * 2, 10 * math.ceil(10 * each / max(between / steps, 1e-9)))
 
 
 def _written(view: RunView, seconds: float) -> tuple[float, float | None]:
