@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from typer.testing import CliRunner
 
-from paceline.cli.main import _register, app
+from paceline.cli.generate import command
 from paceline.errors import DataError
 from paceline.interop.convert import Options, convert
 from paceline.interop.sources import open_source
@@ -30,10 +31,12 @@ def folder(tmp_path: Path) -> Path:
     return source
 
 
+app = typer.Typer()
+app.command()(command)
+
+
 def call(*arguments: object) -> str:
-    if not any(command.name == "generate" for command in app.registered_commands):
-        _register(("generate",))
-    result = CliRunner().invoke(app, ["generate", *map(str, arguments)], catch_exceptions=False)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -79,7 +79,7 @@ def generate(
         --prompt-file start.txt --max-tokens 400
     """
     prompts = _prompts(prompt, prompt_file)
-    kind = _device_kind(device)
+    kind = device_kind(device)
 
     from paceline.generate.decode import DecodeParams
     from paceline.generate.sample import SamplingParams
@@ -91,7 +91,7 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     console = make_console(stderr=True)
-    speaker = _speaker(source, choose_device(ProcessInfo(), kind), tokenizer, console)
+    speaker = speaker_of(source, choose_device(ProcessInfo(), kind), tokenizer, console)
     params = DecodeParams(
         max_tokens=max_tokens,
         sampling=sampling,
@@ -106,7 +106,8 @@ def generate(
         _print_all(speaker, repeated, params, as_json)
 
 
-def _speaker(source: Path, device: torch.device, tokenizer: str, console: Console) -> Speaker:
+def speaker_of(source: Path, device: torch.device, tokenizer: str, console: Console) -> Speaker:
+    """The model of a run, a checkpoint or a Hugging Face folder, with its tokenizer."""
     from paceline.config.hub import is_hub_folder
     from paceline.generate.load import load_speaker
     from paceline.report.console import print_findings
@@ -120,7 +121,12 @@ def _speaker(source: Path, device: torch.device, tokenizer: str, console: Consol
     )
 
 
-def _device_kind(text: str) -> _DeviceKind:
+def device_kind(text: str) -> _DeviceKind:
+    """What `--device` says.
+
+    Raises:
+        ConfigError: it is no device.
+    """
     for kind in get_args(_DeviceKind):
         if kind == text:
             return cast(_DeviceKind, kind)

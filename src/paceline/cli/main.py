@@ -18,7 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-VERBS = ("train", "plan", "doctor", "explain", "data", "convert", "generate", "bench")
+VERBS = ("train", "plan", "doctor", "explain", "data", "convert", "generate", "eval", "bench")
 
 
 def _print_version(asked: bool) -> None:
@@ -86,6 +86,10 @@ def _register(verbs: tuple[str, ...]) -> None:
         from paceline.cli.generate import command
 
         app.command("generate")(command)
+    if "eval" in verbs:
+        from paceline.cli.evaluate import command as eval_command
+
+        app.command("eval")(eval_command)
     if "bench" in verbs:
         from paceline.cli.bench import app as bench_app
 

@@ -1,0 +1,138 @@
+"""`paceline eval`: how well does a model predict a text?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+    from paceline.generate.load import Speaker
+
+
+def evaluate(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, one checkpoint, or a Hugging Face folder."),
+    ],
+    data: Annotated[
+        str,
+        typer.Argument(metavar="DATA", help="A dataset (its prefix, as in data.train), or a .txt file."),
+    ],
+    seq_len: Annotated[
+        int, typer.Option("--seq-len", min=0, help="Tokens of a window; 0 = as in training, or at most 2048.")
+    ] = 0,
+    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", min=1, help="Windows at a time.")] = 4,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="Stop after so many; 0 = all.")] = 0,
+    tokenizer: Annotated[str, typer.Option("--tokenizer", help="Another one than the model's, for a text file.")] = "",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
+) -> None:
+    """How well a model predicts a text: `paceline eval runs/demo data/mine-valid`.
+
+    Loss in nats a token, perplexity, and bits per byte where the length of the
+    text is known. The text is read as one stream in windows of --seq-len; every
+    token but the first is predicted once. On one device, in bf16 on GPUs.
+
+      paceline eval runs/demo data/mine-valid
+      paceline eval Qwen3-0.6B book.txt --seq-len 4096 --json
+    """
+    from paceline.cli.generate import device_kind, speaker_of
+    from paceline.generate.perplexity import score
+    from paceline.report.console import make_console
+    from paceline.runtime.device import choose_device
+    from paceline.runtime.process import ProcessInfo
+
+    console = make_console(stderr=True)
+    speaker = speaker_of(source, choose_device(ProcessInfo(), device_kind(device)), tokenizer, console)
+    parts, bytes_per_token = _text(data, speaker) if data.endswith(".txt") else _dataset(data, speaker, console)
+    length = seq_len or _usual_length(speaker)
+    if length > speaker.config.model.max_seq_len:
+        raise ConfigError(
+            f"--seq-len {length} is longer than the model's {speaker.config.model.max_seq_len} positions",
+            next_step="Give a shorter one.",
+        )
+    with _Count(console) as count:
+        found = score(
+            speaker.model,
+            parts,
+            seq_len=length,
+            micro_batch_size=micro_batch_size,
+            max_tokens=max_tokens,
+            advance=count.advance,
+        )
+    bits = found.bits_per_byte(bytes_per_token) if bytes_per_token else None
+    if as_json:
+        record = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": bits}
+        typer.echo(json.dumps(record | {"tokens": found.num_tokens, "seq_len": length, "step": speaker.step}))
+        return
+    more = "" if bits is None else f", {bits:.4f} bits a byte"
+    typer.echo(
+        f"loss {found.loss:.4f}, perplexity {found.perplexity:.3f}{more}: "
+        f"{found.num_tokens:,} tokens in windows of {length}"
+    )
+
+
+def _usual_length(speaker: Speaker) -> int:
+    longest = speaker.config.model.max_seq_len
+    return min(longest, 2048 if speaker.checkpoint is None else speaker.config.train.seq_len)
+
+
+def _dataset(prefix: str, speaker: Speaker, console: Console) -> tuple[Iterator[NDArray], float]:
+    """Its tokens, and bytes of text a token (0 where they are not known)."""
+    from paceline.data.indexed import IndexedDataset
+    from paceline.data.sidecar import read_sidecar
+
+    dataset, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
+    parts = (tokens for _, tokens in dataset.blocks())
+    if sidecar is None:
+        return parts, 0.0
+    if sidecar.tokenizer_fingerprint != speaker.tokenizer.fingerprint:
+        text = f"{prefix} was made with another tokenizer file ({sidecar.tokenizer}) than the model's: do ids agree?"
+        console.print(text, soft_wrap=True, markup=False)
+    return parts, sidecar.bytes_per_token
+
+
+def _text(path: str, speaker: Speaker) -> tuple[Iterator[NDArray], float]:
+    import numpy as np
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} cannot be read as text", evidence=str(error), next_step="Give a UTF-8 text file."
+        ) from error
+    tokens = np.array([speaker.tokenizer.eod_id, *speaker.tokenizer.encode(text)], dtype=np.int64)
+    return iter([tokens]), len(text.encode()) / max(1, len(tokens) - 1)
+
+
+class _Count:
+    """Tokens so far, on standard error; nothing where that is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import Progress, SpinnerColumn, TextColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.completed:,} tokens"))
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> _Count:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, num_tokens: int) -> None:
+        self._progress.advance(self._task, num_tokens)
+
+
+command = evaluate
