@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.config.run import RunConfig
 from paceline.doctor.topology.matrix import LEVELS, LinkMatrix
 
-_MOST_SEARCHED = 16
+_MOST_TRIED = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,20 @@ def _joined(matrix: LinkMatrix, level: int) -> Callable[[int, int], bool]:
 
 
 def _partition(count: int, size: int, joined: Callable[[int, int], bool]) -> tuple[tuple[int, ...], ...] | None:
-    """All GPUs in groups of `size` whose pairs are all joined; the groups of neighbouring numbers first."""
-    if count > _MOST_SEARCHED:
-        blocks = tuple(tuple(range(start, start + size)) for start in range(0, count, size))
-        fit = all(joined(a, b) for block in blocks for a in block for b in block if a < b)
-        return blocks if fit else None
+    """All GPUs in groups of `size` whose pairs are all joined; groups of neighbouring numbers first.
+
+    The search ends after `_MOST_TRIED` steps: nodes are regular, and what is not found by then is no group to build on.
+    """
+    blocks = tuple(tuple(range(start, start + size)) for start in range(0, count, size))
+    if all(joined(a, b) for block in blocks for a in block for b in block if a < b):
+        return blocks
+    tried = 0
 
     def grow(group: tuple[int, ...], left: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+        nonlocal tried
+        tried += 1
+        if tried > _MOST_TRIED:
+            return None
         if len(group) == size:
             if not left:
                 return (group,)
