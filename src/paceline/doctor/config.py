@@ -48,7 +48,9 @@ def judge_recipe(recipe: Recipe, cluster: Cluster | None, profile: Profile, *, i
     """
     config = recipe.config
     if cluster is None:
-        return Judgement(findings=(*_legal(recipe, _least_ranks(config)), _no_cluster()), own=None)
+        # what has no effect on the fewest ranks may have one on more
+        told = (finding for finding in _legal(recipe, _least_ranks(config)) if finding.severity != "note")
+        return Judgement(findings=(*told, _no_cluster()), own=None)
     legal = () if is_preset else tuple(_legal(recipe, cluster.gpus))
     if any(finding.severity == "error" for finding in legal):
         return Judgement(findings=legal, own=None)
