@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "bench"))
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 from record_overhead import summarize
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_ratio_of_medians_lies_in_its_interval() -> None:
