@@ -33,3 +33,11 @@ def test_the_products_of_llama_3_8b_as_measured() -> None:
     seconds = sum(sum(linear_seconds(8192, inputs, outputs, **H200)) for inputs, outputs in shapes)
     flops = sum(6.0 * 8192 * inputs * outputs for inputs, outputs in shapes)
     assert 640 < flops / seconds / 1e12 * 768 / 791 < 768
+
+
+def test_tiles_of_a_grouped_product_fill_the_device_together() -> None:
+    """512 rows of each of 128 experts: alone, one expert's tiles leave most of the device idle."""
+    alone, together = gemm_occupancy(512, 1536, 2048, 132), gemm_occupancy(512, 1536, 2048, 132, groups=128)
+    assert alone < 0.55 < 0.8 < together <= 1.0
+    one, many = (gemm_seconds(512, 1536, 2048, 791, 4.8, 132, groups) for groups in (1, 128))
+    assert many < 0.6 * 128 * one

@@ -71,6 +71,10 @@ class Demand:
     """1: Hopper or later, for which attention kernels of Ampere are slow."""
     ultra: Number
     """1: Blackwell Ultra."""
+    eager: Number
+    """1: not compiled."""
+    eager_experts: Number
+    """1: nor have its experts kernels of their own."""
     launches: Number
     """Operators of a layer relative to those of a dense one."""
 
@@ -113,6 +117,11 @@ class Demand:
     params_fast: Number
     """Gathering of its parameters."""
     params_node: Number
+    copies_each: Number
+    """Of FSDP, for a micro-batch, seconds at HBM's rate: shards cast, copied together, gathered and copied apart, once
+    forward and once backward; ..."""
+    copies_once: Number
+    """... and for a step: gradients copied together and apart; with zero 2 also its one gather."""
     dp_tensors: Number
     """Matrices whose parameters are gathered after an update, times the steps of a tree over the ranks."""
     sharded: Number
@@ -193,6 +202,8 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         communication_again=again[3],
         hopper=float(cluster.gpu.fp8 is not None),
         ultra=float(cluster.gpu.is_ultra),
+        eager=float(not work.compile),
+        eager_experts=float(not work.compile and not work.fused_experts),
         launches=total.launches,
         **tensor_parallel(work, cluster, tokens),
         **context_parallel(work, cluster, tokens),

@@ -159,7 +159,6 @@ def linear_bytes(
     layers = layers_by_rank[rank]
     held = _parameters(work, cluster, layers, first=first, last=last)
     micro_batches = work.micro_batches(cluster.gpus)
-    states = _states(work, held, profile, micro_batches)
     tokens = work.micro_batch_size * work.seq_len / work.cp
     heads, ffn, experts, rows, number, gated = _widths(work.model)
     if work.fused_experts:  # two of three tensors, and rows only of other ranks
@@ -169,7 +168,7 @@ def linear_bytes(
     width = 4.0 if work.precision == "fp32" else 2.0
     hidden = width * tokens * work.model.hidden_size
     full = in_flight + profile.working_layers if work.recompute != "full" else min(1.0, layers)
-    inputs = hidden / along * in_flight if work.recompute == "full" else 0.0
+    inputs = _inputs(work, cluster, layers_by_rank, rank)
     modules = set(work.recompute_modules)
     cheap = work.recompute == "selective" and work.fused_attention and modules <= {"second_linear"}
     eager = profile.eager_ffn if gated and not (work.compile or cheap or modules) else 1.0
@@ -190,8 +189,7 @@ def linear_bytes(
         logits *= min(1.0, work.loss_chunk_tokens / tokens)
     else:
         logits *= profile.plain_logits
-    return {
-        "states": sum(states) + inputs,
+    found = {
         "kept_hidden": (hidden / along * full) * (0.75 if cheap else 1.0) + width * tokens * rows / work.tp / 4 * full,
         "kept_beside": hidden / along * full if work.tp > 1 else 0.0,
         "kept_gathered": 0.0 if _releases_gathered(work, cluster, profile) else hidden * (1 - 1 / along) * full,
@@ -202,6 +200,17 @@ def linear_bytes(
         "logit_bytes_before": logits if micro_batches > 1 else 0.0,
         "framework_gib": 2.0**30,
     }
+    kept = inputs + sum(getattr(profile, name) * value for name, value in found.items() if name != "framework_gib")
+    return found | {"states": sum(_states(work, held, profile, micro_batches, kept)) + inputs}
+
+
+def _inputs(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int) -> float:
+    """Of layers that are recomputed whole."""
+    if work.recompute != "full":
+        return 0.0
+    width, along = 4.0 if work.precision == "fp32" else 2.0, work.tp if work.sequence_parallel else 1
+    held = _layers_in_flight(work, layers_by_rank, work.micro_batches(cluster.gpus), rank)
+    return width * work.micro_batch_size * work.seq_len / work.cp * work.model.hidden_size / along * held
 
 
 def _releases_gathered(work: Workload, cluster: Cluster, profile: Profile) -> bool:
@@ -210,9 +219,13 @@ def _releases_gathered(work: Workload, cluster: Cluster, profile: Profile) -> bo
 
 
 def _states(
-    work: Workload, held: _Parameters, profile: Profile, micro_batches: int
+    work: Workload, held: _Parameters, profile: Profile, micro_batches: int, kept: float
 ) -> tuple[float, float, float, float]:
-    """Weights, gradients, optimizer, and what is gathered for a while."""
+    """Weights, gradients, optimizer, and what is gathered for a while.
+
+    FSDP's gradients of a single micro-batch take the place of the activations (``kept`` bytes) that are done with: only
+    what is more of them counts.
+    """
     width = 4.0 if work.precision == "fp32" else 2.0
     moments = MOMENT_BYTES[work.optimizer]
     offloaded = work.offload != "none"
@@ -222,7 +235,9 @@ def _states(
             unreduced = (2.0 if work.reduce_bf16 else 4.0) * held.here
         gathered = width * (2 * held.largest_layer + held.head if work.zero == 3 else held.here) + unreduced
         shards = 0.0 if work.offload == "parameters" else 4.0 * held.shard
-        return shards, shards, 0.0 if offloaded else moments * held.shard, gathered
+        turns = profile.shards_parameters and micro_batches == 1
+        gradients = max(0.0, shards - kept) if turns else shards
+        return shards, gradients, 0.0 if offloaded else moments * held.shard, gathered
     in_bf16 = work.accumulate_bf16 or (profile.sums_as_reduced and work.reduce_bf16)
     gradient = 2.0 if in_bf16 else profile.gradient_bytes
     gradients = gradient * (held.shard if work.zero == 2 else held.here)
@@ -244,11 +259,13 @@ def memory_by_stage(
         units = linear_bytes(work, cluster, layers_by_rank, rank, profile)
         first, last = rank == 0, rank == work.head_rank
         held = _parameters(work, cluster, layers_by_rank[rank], first=first, last=last)
-        weights, gradients, optimizer, gathered = _states(work, held, profile, work.micro_batches(cluster.gpus))
         total = sum(getattr(profile, name) * units[name] for name in LINEAR)
         activations = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("kept_"))
-        activations += units["states"] - weights - gradients - optimizer - gathered
         logits = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("logit_"))
+        inputs = _inputs(work, cluster, layers_by_rank, rank)
+        states = _states(work, held, profile, work.micro_batches(cluster.gpus), inputs + activations + logits)
+        weights, gradients, optimizer, gathered = states
+        activations += inputs
         known = weights + gradients + optimizer + gathered + activations + logits
         found.append(
             StageMemory(

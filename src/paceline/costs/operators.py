@@ -6,7 +6,7 @@ below.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, MoESpec
 from paceline.costs.layers import score_flops
@@ -78,12 +78,23 @@ def layer_of(work: Workload, block: BlockSpec, tokens: float, rates: Rates) -> L
     return layer
 
 
-def _linear(layer: Layer, tokens: float, inputs: float, outputs: float, rates: Rates, *, mlp: bool = False) -> None:
-    forward, backward = linear_seconds(tokens, inputs, outputs, rates.linear, rates.hbm, rates.multiprocessors)
+def _linear(
+    layer: Layer,
+    tokens: float,
+    inputs: float,
+    outputs: float,
+    rates: Rates,
+    *,
+    mlp: bool = False,
+    groups: int = 1,
+) -> None:
+    """Of ``groups`` alike, together."""
+    device = (rates.linear, rates.hbm, rates.multiprocessors, groups)
+    forward, backward = linear_seconds(tokens, inputs, outputs, *device)
     layer.gemm_forward += forward
     layer.gemm_backward += backward
     layer.mlp_gemm_forward += forward if mlp else 0.0
-    layer.cast_elements += tokens * (inputs + outputs)
+    layer.cast_elements += groups * tokens * (inputs + outputs)
 
 
 def _attention_linears(layer: Layer, spec: AttentionSpec, tokens: float, tp: int, rates: Rates) -> None:
@@ -100,44 +111,52 @@ def _attention_linears(layer: Layer, spec: AttentionSpec, tokens: float, tp: int
     _linear(layer, tokens, heads * spec.v_head_dim, hidden, rates)
 
 
+FLASH4 = 0.89
+"""Of cuDNN's time at heads of 128 (docs/measured/fused_one_gpu.jsonl: 27 ms less of 1361; at heads of 64 it does not
+lose what cuDNN does)."""
+
+
 def _scores(layer: Layer, work: Workload, spec: AttentionSpec, tokens: float, rates: Rates) -> None:
     whole = not work.fused_attention
     flops = score_flops(spec, work.seq_len, "full" if whole else "causal") * tokens / work.tp
     # short sequences and narrow heads fill a fused kernel badly: 374, 460, 522 and 547 TFLOP/s at 2k, 4k, 8k and 32k
     length = 1.0 if whole else 1.0 + 900.0 / work.seq_len
     width = 1.0 if whole or spec.v_head_dim >= 96 else 1.15
+    if work.flash4:
+        width = FLASH4 if spec.v_head_dim >= 96 else FLASH4 * 1.05
     layer.attention_forward += flops * length * width / (rates.bf16 * 1e12)
     if whole:
         layer.score_elements += tokens * work.seq_len * spec.num_heads / work.tp
 
 
-def _mlp(layer: Layer, spec: FeedForwardSpec, tokens: float, tp: float, rates: Rates) -> None:
+def _mlp(layer: Layer, spec: FeedForwardSpec, tokens: float, tp: float, rates: Rates, *, groups: int = 1) -> None:
+    """``tokens`` of each of ``groups``."""
     inputs, width = (2 if spec.gated else 1), spec.ffn_size / tp
-    _linear(layer, tokens, spec.hidden_size, inputs * width, rates, mlp=True)
-    _linear(layer, tokens, width, spec.hidden_size, rates, mlp=True)
-    elements = tokens * width * (inputs + 1)
+    _linear(layer, tokens, spec.hidden_size, inputs * width, rates, mlp=True, groups=groups)
+    _linear(layer, tokens, width, spec.hidden_size, rates, mlp=True, groups=groups)
+    elements = groups * tokens * width * (inputs + 1)
     layer.elements_forward += elements
     layer.activation_elements += elements
-    layer.elements_backward += tokens * width * (2 * inputs + 1)
+    layer.elements_backward += groups * tokens * width * (2 * inputs + 1)
 
 
 def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: Rates) -> None:
     """Rows of this rank, evenly over its experts; permutations there and back."""
-    here = max(1.0, spec.num_experts / work.ep)
+    here = max(1, round(spec.num_experts / work.ep))
     rows = tokens / work.tp * work.etp * spec.top_k
     expert = spec.expert
     one = Layer()
-    _mlp(one, expert, rows / here, work.etp, rates)
-    layer.expert_gemm_forward += here * one.gemm_forward
-    layer.expert_gemm_backward += here * one.gemm_backward
-    layer.cast_elements += here * one.cast_elements
-    layer.activation_elements += here * one.activation_elements
+    narrow = replace(rates, linear=rates.bf16) if work.experts_in_bf16 else rates
+    _mlp(one, expert, rows / here, work.etp, narrow, groups=here)
+    layer.expert_gemm_forward += one.gemm_forward
+    layer.expert_gemm_backward += one.gemm_backward
+    layer.cast_elements += 0.0 if work.experts_in_bf16 else one.cast_elements
+    layer.activation_elements += one.activation_elements
     # permute, send, receive, and back with the weighted sum; in kernels of their own a copy, and the sum
     moved = (4 if work.fused_experts else 8) * rows * spec.hidden_size
-    layer.expert_elements_forward += here * one.elements_forward + moved
-    layer.expert_elements_backward += here * one.elements_backward + moved
-    # about 10 kernels an expert, of the 60 of a dense layer
-    layer.launches += 1.5 + (here / 6 if work.one_kernel_an_expert else 0.0)
+    layer.expert_elements_forward += one.elements_forward + moved
+    layer.expert_elements_backward += one.elements_backward + moved
+    layer.launches += 1.5
     _linear(layer, tokens / work.tp, spec.hidden_size, spec.num_experts, rates)
     if spec.shared is not None:
         _mlp(layer, spec.shared, tokens, work.tp, rates)

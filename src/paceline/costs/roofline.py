@@ -22,12 +22,13 @@ _FIXED_INNER = 280
 
 
 @lru_cache(maxsize=65536)
-def gemm_occupancy(m: int, n: int, k: int, multiprocessors: int) -> float:
-    """Share of the best rate that a product [m, k] x [k, n] reaches, 0 ... 1; 1 = large and evenly cut."""
-    work = m * n * k / multiprocessors
+def gemm_occupancy(m: int, n: int, k: int, multiprocessors: int, groups: int = 1) -> float:
+    """Share of the best rate that a product [m, k] x [k, n] reaches, 0 ... 1; 1 = large and evenly cut. Of a grouped
+    product, whose tiles are dealt out together, that many."""
+    work = groups * m * n * k / multiprocessors
     best = math.inf
     for rows, columns, rate in _TILES:
-        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        tiles = groups * math.ceil(m / rows) * math.ceil(n / columns)
         for split in _SPLITS:
             inner = k / split
             if split > 1 and (inner < 512 or tiles >= 2 * multiprocessors):
@@ -40,20 +41,31 @@ def gemm_occupancy(m: int, n: int, k: int, multiprocessors: int) -> float:
     return min(1.0, work / best)
 
 
-def gemm_seconds(m: float, n: float, k: float, tflops: float, hbm_tb_per_s: float, multiprocessors: int) -> float:
-    """One product of 16-bit operands at the device's best rate, or as fast as its operands can be read."""
+def gemm_seconds(
+    m: float, n: float, k: float, tflops: float, hbm_tb_per_s: float, multiprocessors: int, groups: int = 1
+) -> float:
+    """One product (or a grouped one) of 16-bit operands at the device's best rate, or as fast as its operands can be
+    read."""
     rows, columns, inner = max(1, round(m)), max(1, round(n)), max(1, round(k))
-    flops = 2.0 * m * n * k
-    compute = flops / (tflops * 1e12 * gemm_occupancy(rows, columns, inner, multiprocessors))
-    memory = 2.0 * (m * k + k * n + m * n) / (0.85e12 * hbm_tb_per_s)
+    flops = 2.0 * groups * m * n * k
+    compute = flops / (tflops * 1e12 * gemm_occupancy(rows, columns, inner, multiprocessors, groups))
+    memory = 2.0 * groups * (m * k + k * n + m * n) / (0.85e12 * hbm_tb_per_s)
     return max(compute, memory)
 
 
 def linear_seconds(
-    tokens: float, inputs: float, outputs: float, tflops: float, hbm_tb_per_s: float, multiprocessors: int
+    tokens: float,
+    inputs: float,
+    outputs: float,
+    tflops: float,
+    hbm_tb_per_s: float,
+    multiprocessors: int,
+    groups: int = 1,
 ) -> tuple[float, float]:
-    """A linear layer's forward product, and the two of its backward (gradients of inputs and of weights)."""
-    forward = gemm_seconds(tokens, outputs, inputs, tflops, hbm_tb_per_s, multiprocessors)
-    inputs_gradient = gemm_seconds(tokens, inputs, outputs, tflops, hbm_tb_per_s, multiprocessors)
-    weights_gradient = gemm_seconds(inputs, outputs, tokens, tflops, hbm_tb_per_s, multiprocessors)
+    """A linear layer's forward product, and the two of its backward (gradients of inputs and of weights); of so many
+    alike, together."""
+    device = (tflops, hbm_tb_per_s, multiprocessors, groups)
+    forward = gemm_seconds(tokens, outputs, inputs, *device)
+    inputs_gradient = gemm_seconds(tokens, inputs, outputs, *device)
+    weights_gradient = gemm_seconds(inputs, outputs, tokens, *device)
     return forward, inputs_gradient + weights_gradient

@@ -63,27 +63,25 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     kernel = p.attention_efficiency * _where(d.hopper > 0, p.hopper_attention, 1.0)
     attention = d.attention_forward / kernel
     clock = _where(d.ultra > 0, p.ultra_products, 1.0)
+    passes = _where(d.eager > 0, p.eager_passes, 1.0) / p.hbm_efficiency
+    of_rows = _where(d.eager_experts > 0, p.eager_passes, 1.0) / p.expert_hbm_efficiency
     gemm, expert_gemm = p.gemm_efficiency * clock, p.expert_gemm_efficiency * clock
     forward = _pass(
         gemm=d.gemm_forward / gemm + d.expert_gemm_forward / expert_gemm,
         attention=attention + d.scores_forward / p.score_efficiency,
-        memory=d.memory_forward / p.hbm_efficiency
-        + d.expert_memory_forward / p.expert_hbm_efficiency
-        + d.cast_forward / p.cast_efficiency,
+        memory=d.memory_forward * passes + d.expert_memory_forward * of_rows + d.cast_forward / p.cast_efficiency,
         again=0.0 * attention,
         tp=tp_once,
         cp=np.maximum(cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once,
         host=host,
     )
-    again = d.gemm_again / gemm + d.attention_again / kernel + d.memory_again / p.hbm_efficiency
+    again = d.gemm_again / gemm + d.attention_again / kernel + d.memory_again * passes
     attention = d.attention_backward / kernel
     backward = _pass(
         gemm=d.gemm_backward / gemm + d.expert_gemm_backward / expert_gemm,
         attention=attention + d.scores_backward / p.score_efficiency,
-        memory=d.memory_backward / p.hbm_efficiency
-        + d.expert_memory_backward / p.expert_hbm_efficiency
-        + d.cast_backward / p.cast_efficiency,
+        memory=d.memory_backward * passes + d.expert_memory_backward * of_rows + d.cast_backward / p.cast_efficiency,
         again=again,
         tp=tp_once * (1 + d.communication_again),
         cp=np.maximum(2 * cp_once - p.ring_overlap * attention, 0.1 * cp_once),
@@ -180,12 +178,19 @@ def _data_parallel(d: Demand, p: Profile, before: Number, behind: Number) -> Num
     gather = d.params_fast / p.nvlink_efficiency + d.params_node / network + d.dp_tensors * p.tensor_gather_us * 1e-6
     reduced, gathered = _exposed(reduce, behind), _exposed(gather, before)
     if not np.any(d.sharded):
-        return reduced + gathered
+        return reduced + gathered + _copies(d, p)
     if p.accumulates_whole:
         always = d.micro_batches * (gathered + _exposed(gather, behind)) + reduced
     else:
         always = d.micro_batches * (gathered + _exposed(gather + reduce, behind))
-    return _where(d.sharded > 0, always, reduced + gathered)
+    return _where(d.sharded > 0, always, reduced + gathered) + _copies(d, p)
+
+
+def _copies(d: Demand, p: Profile) -> Number:
+    """At the rate of one large copy."""
+    if not p.copies_shards:
+        return 0.0
+    return (d.micro_batches * d.copies_each + d.copies_once) / p.fused_optimizer_efficiency
 
 
 def _offload(d: Demand, p: Profile, before: Number, behind: Number) -> Number:

@@ -161,6 +161,8 @@ def data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[flo
         "grads_steps": steps,
         "params_fast": params["fast"],
         "params_node": params["node"],
+        "copies_each": 24.0 * (dense_here + experts_here) * hbm if sharded else 0.0,
+        "copies_once": (14.0 if sharded else 26.0) * (dense_here + experts_here) * hbm if work.zero >= 2 else 0.0,
         "dp_tensors": float(work.zero in (1, 2)) * 7 * fullest * math.log2(max(1, shards)),
         "sharded": float(sharded),
         "zero": float(work.zero > 0),

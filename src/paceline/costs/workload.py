@@ -62,6 +62,8 @@ class Workload:
     compile: bool = False
     fused_attention: bool = True
     """False materialises the scores."""
+    flash4: bool = False
+    """FlashAttention-4, in place of the fastest kernel of the framework."""
     chunked_loss: bool = False
     """Head and loss in slices of tokens, so that the logits are never whole."""
     loss_chunk_tokens: int = 2048
@@ -73,8 +75,8 @@ class Workload:
     """Gradients travel in bf16."""
     fused_weight_gradients: bool = False
     """Products add weight gradients to the sums themselves."""
-    one_kernel_an_expert: bool = False
-    """Experts one after the other, with kernels of their own, in place of grouped products."""
+    experts_in_bf16: bool = False
+    """Whatever the precision of other products."""
     fused_experts: bool = False
     """Rows are copied, activated and summed by kernels that keep no copies (`parallel.expert_kernels`)."""
     fp8_weight_cache: bool = False
@@ -113,13 +115,14 @@ class Workload:
             optimizer=config.optim.name,
             compile=parallel.compile,
             fused_attention=train.attention_kernel != "reference",
+            flash4=train.attention_kernel == "flash4",
             chunked_loss=train.loss_kernel == "chunked",
             loss_chunk_tokens=train.loss_chunk_tokens,
             accumulate_bf16=parallel.accumulate_dtype == "bf16",
             reads_any_gradient=config.optim.reads_any_gradient,
             reduce_bf16=parallel.reduce_dtype == "bf16",
             fused_weight_gradients=parallel.adds_weight_gradients,
-            one_kernel_an_expert=config.model.is_moe and parallel.expert_kernels == "plain",
+            experts_in_bf16=not (train.fp8_experts and parallel.expert_kernels != "plain"),
             fused_experts=config.model.is_moe and parallel.expert_kernels != "plain",
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
             fp8_weight_cache=train.precision == "fp8" and train.fp8_weight_cache and parallel.zero <= 1,
