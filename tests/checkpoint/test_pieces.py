@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint.pieces import Box, Piece, ShardedValue, boxes_of_range
+from paceline.checkpoint.pieces import Box, BoxIndex, Piece, ShardedValue, boxes_of_range
 
 
 @settings(max_examples=200, deadline=None)
@@ -70,3 +71,19 @@ def test_pieces_inside_a_larger_tensor_are_the_same_memory():
     # elements 2 to 7 of the 4 x 3 tensor whose corner is at (5, 2)
     assert whole.nonzero().tolist() == [[5, 4], [6, 2], [6, 3], [6, 4], [7, 2], [7, 3]]
     assert not any(piece.saved for piece in value.map(torch.clone).pieces)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 3), (1, 2, 5), (4, 3, 7), (2, 1, 7)])
+def test_an_index_finds_all_that_a_box_touches(sizes):
+    """The same as looking at each, whichever dims are cut how thin."""
+    whole = (4, 3, 7)
+    starts = [range(0, size, step) for size, step in zip(whole, sizes, strict=True)]
+    boxes = []
+    for offsets in itertools.product(*starts):
+        ends = (min(size, start + step) for size, start, step in zip(whole, offsets, sizes, strict=True))
+        boxes.append(Box(offsets=offsets, sizes=tuple(e - o for e, o in zip(ends, offsets, strict=True))))
+    index = BoxIndex([(box, number) for number, box in enumerate(boxes)])
+    for asked in (Box(offsets=(0, 0, 0), sizes=whole), Box(offsets=(1, 1, 2), sizes=(2, 1, 4)), boxes[-1]):
+        expected = {n: box.common(asked) for n, box in enumerate(boxes) if box.common(asked) is not None}
+        assert {number: common for common, number in index.touched(asked)} == expected
+    assert list(BoxIndex([]).touched(boxes[0])) == []

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from paceline.checkpoint.pieces import Box
+from paceline.checkpoint.pieces import Box, BoxIndex
 from paceline.errors import CheckpointError
 
 CACHE_BYTES = 512 * 2**20
@@ -29,8 +29,6 @@ CACHE_BYTES = 512 * 2**20
 class _Chunk:
     name: str
     box: Box
-    info: Any
-    """Where it is stored: DCP's record of file, offset and length."""
 
 
 class ChunkReader:
@@ -44,6 +42,7 @@ class ChunkReader:
             if isinstance(entry, TensorStorageMetadata)
         }
         self._stored = metadata.storage_data
+        self._index: dict[str, BoxIndex[_Chunk]] = {}
         self._limit = cache_bytes
         self._lock = Lock()
         self._cache: OrderedDict[tuple[str, tuple[int, ...]], Future[Tensor]] = OrderedDict()
@@ -63,7 +62,7 @@ class ChunkReader:
         """
         value = torch.empty(box.sizes, dtype=self.dtype(name))
         filled = 0
-        for chunk, common in self._touched(name, box):
+        for common, chunk in self._touched(name, box):
             part = self._load(chunk)
             target = value
             for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
@@ -79,13 +78,12 @@ class ChunkReader:
             )
         return value
 
-    def _touched(self, name: str, box: Box) -> Iterator[tuple[_Chunk, Box]]:
-        for entry in self.tensors[name].chunks:
-            own = Box(offsets=tuple(entry.offsets), sizes=tuple(entry.sizes))
-            common = own.common(box)
-            if common is not None:
-                index = MetadataIndex(name, entry.offsets)
-                yield _Chunk(name=name, box=own, info=self._stored[index]), common
+    def _touched(self, name: str, box: Box) -> Iterator[tuple[Box, _Chunk]]:
+        index = self._index.get(name)
+        if index is None:  # two threads may both make it; they make the same
+            boxes = [Box(offsets=tuple(e.offsets), sizes=tuple(e.sizes)) for e in self.tensors[name].chunks]
+            index = self._index[name] = BoxIndex([(own, _Chunk(name=name, box=own)) for own in boxes])
+        return index.touched(box)
 
     def _load(self, chunk: _Chunk) -> Tensor:
         key = (chunk.name, chunk.box.offsets)
@@ -112,13 +110,15 @@ class ChunkReader:
                 del self._cache[key], self._sizes[key]
 
     def _read_chunk(self, chunk: _Chunk) -> Tensor:
-        path = self.folder / chunk.info.relative_path
+        # DCP's record of file, offset and length
+        info: Any = self._stored[MetadataIndex(chunk.name, torch.Size(chunk.box.offsets))]
+        path = self.folder / info.relative_path
         try:
             with path.open("rb") as stream:
-                stream.seek(chunk.info.offset)
-                data = stream.read(chunk.info.length)
-            if len(data) != chunk.info.length:
-                raise EOFError(f"it ends {chunk.info.length - len(data)} bytes too early")
+                stream.seek(info.offset)
+                data = stream.read(info.length)
+            if len(data) != info.length:
+                raise EOFError(f"it ends {info.length - len(data)} bytes too early")
             value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(

@@ -7,8 +7,10 @@ holds; saving writes every box once, loading fills the boxes in place from whate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +41,36 @@ class Box:
         )
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(offsets=starts, sizes=sizes) if all(size > 0 for size in sizes) else None
+
+
+T = TypeVar("T")
+
+
+class BoxIndex(Generic[T]):
+    """Finds which of many boxes of a tensor a box touches, without looking at all of them.
+
+    Stacked layers and experts are thousands of boxes that are one thick in their first dims: those dims are the key.
+    """
+
+    def __init__(self, boxes: Sequence[tuple[Box, T]]) -> None:
+        dims = len(boxes[0][0].sizes) if boxes else 0
+        thin = [all(box.sizes[dim] == 1 for box, _ in boxes) for dim in range(dims)]
+        self._lead = thin.index(False) if False in thin else dims
+        self._found: dict[tuple[int, ...], list[tuple[Box, T]]] = {}
+        for box, value in boxes:
+            self._found.setdefault(box.offsets[: self._lead], []).append((box, value))
+
+    def touched(self, box: Box) -> Iterator[tuple[Box, T]]:
+        """(common part, value) of each that has one."""
+        ranges = [
+            range(offset, offset + size)
+            for offset, size in zip(box.offsets[: self._lead], box.sizes[: self._lead], strict=True)
+        ]
+        for key in product(*ranges):
+            for own, value in self._found.get(key, ()):
+                common = own.common(box)
+                if common is not None:
+                    yield common, value
 
 
 @dataclass(frozen=True, kw_only=True)

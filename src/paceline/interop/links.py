@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.pieces import Box
+from paceline.checkpoint.pieces import Box, BoxIndex
 
 
 class RawSource(Protocol):
@@ -134,6 +135,7 @@ class LinkTable:
     """Further names of theirs that hold what one of our names holds (a tied head, embeddings of later stages)."""
     optional: frozenset[str] = frozenset()
     """Names of theirs, out of ``copies``, that may be missing."""
+    _indices: dict[str, BoxIndex[Link]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def their_shapes(self) -> dict[str, torch.Size]:
         """Name -> shape of everything on their side, copies among it."""
@@ -150,10 +152,10 @@ class LinkTable:
 
     def parts(self, name: str, box: Box) -> Iterator[tuple[Link, Box]]:
         """Each link that ``box`` of our tensor ``name`` touches, with the common part."""
-        for link in self.links[name]:
-            common = link.ours_at.common(box)
-            if common is not None:
-                yield link, common
+        index = self._indices.get(name)
+        if index is None:
+            index = self._indices[name] = BoxIndex([(link.ours_at, link) for link in self.links[name]])
+        return ((link, common) for common, link in index.touched(box))
 
 
 class LinkedSource:
@@ -162,18 +164,17 @@ class LinkedSource:
     def __init__(self, table: LinkTable, raw: RawSource) -> None:
         self.table = table
         self.raw = raw
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def shapes(self) -> Mapping[str, torch.Size]:
         return self.table.shapes
 
     def dtype(self, name: str) -> torch.dtype:
         """The narrowest that holds what all of its parts hold."""
-        names = {link.theirs for link in self.table.links[name]}
-        found = iter({self.raw.dtype(theirs) for theirs in names})
-        dtype = next(found)
-        for other in found:
-            dtype = torch.promote_types(dtype, other)
-        return dtype
+        if name not in self._dtypes:
+            parts = {self.raw.dtype(link.theirs) for link in self.table.links[name]}
+            self._dtypes[name] = reduce(torch.promote_types, parts)
+        return self._dtypes[name]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         box = box or whole(self.table.shapes[name])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.pieces import Box, Piece, ShardedValue
+from paceline.checkpoint.pieces import Box, BoxIndex, Piece, ShardedValue
 from paceline.checkpoint.streamed import write_tensors
 from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError
@@ -66,6 +66,11 @@ class _Reverse:
                 known = self._dtypes.setdefault(link.theirs, dtypes[name])
                 self._dtypes[link.theirs] = torch.promote_types(known, dtypes[name])
 
+        self._index = {
+            name: BoxIndex([(link.theirs_at, (ours, link)) for ours, link in parts])
+            for name, parts in self._parts.items()
+        }
+
     def values(self) -> dict[str, ShardedValue]:
         """What DCP's planner needs to know; a piece for each layer where layers are stacked."""
         values = {}
@@ -92,11 +97,9 @@ class _Reverse:
         """A block of one of their tensors."""
         value = torch.empty(box.sizes, dtype=self._dtypes[name])
         target = _Block(box, value)
-        for ours, link in self._parts[name]:
-            common = link.theirs_at.common(box)
-            if common is not None:
-                wanted = link.ours_of(common)
-                link.write(target, wanted, self._read(ours, wanted))
+        for common, (ours, link) in self._index[name].touched(box):
+            wanted = link.ours_of(common)
+            link.write(target, wanted, self._read(ours, wanted))
         if target.filled != box.numel:
             raise CheckpointError(f"{name} would be written with holes: {target.filled} of {box.numel} numbers")
         return value
