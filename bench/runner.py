@@ -88,7 +88,7 @@ class Running:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.at_once = options.at_once if bench.side_by_side(job) else 1
-        self.limit = 600 if options.tiny else min(2 * seconds_of(job, options) * self.at_once + 60, LONGEST)
+        self.limit = 600 if options.tiny else min(2 * seconds_of(job, options) * self.at_once + 60, bench.longest)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
         environment.setdefault(CACHE, str((options.work / "compiled").resolve()))
         if options.tiny:

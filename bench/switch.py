@@ -101,7 +101,7 @@ def jobs_of(part: str) -> list[Job]:
             recipe=RECIPE,
             processes=1,
             sets=(*SIZES[part], *variant.sets, *_QUIET, f"run.seed={seed}"),
-            estimate=240.0 if part == "small" else 70.0,
+            estimate=300.0 if part == "small" else 70.0,
         )
         for names in (list(VARIANTS)[:4], list(VARIANTS)[4:])
         for seed in SEEDS

@@ -113,6 +113,23 @@ def test_without_a_gpu_it_runs_and_others_do_not(tmp_path: Path, monkeypatch: py
     assert started == ["dense_0"], "a bench of speeds leaves its jobs out on a CPU"
 
 
+def test_a_slow_core_gets_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on a shared CPU may take longer than a bench of GPUs lets a job take."""
+    limits: list[float] = []
+    job = switch.jobs_of("small")[0]
+
+    def started(self: object, *arguments: object) -> None:
+        limits.append(self.limit)  # type: ignore[attr-defined]
+        raise InterruptedError
+
+    monkeypatch.setattr(runner.Running, "poll", started)
+    line = made_up(monkeypatch, tmp_path, 0)
+    monkeypatch.setattr(sys, "argv", [*line, "--only", job.name])
+    with pytest.raises(InterruptedError):
+        runner.main(replace(switch.BENCH, command_of=lambda job, folder: ["-c", ""]), "")
+    assert limits == [2 * job.estimate + 60] and limits[0] > runner.LONGEST
+
+
 # ---- the page
 
 
