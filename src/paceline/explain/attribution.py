@@ -66,6 +66,17 @@ class Attribution:
     """Share of it whose module or phase is known, 0 ... 1."""
     on_gpu: bool
 
+    def by_part(self) -> dict[str, float]:
+        """Seconds of forward and backward by part of the waterfall: gemm, attention, memory_bound, recompute."""
+        found = dict.fromkeys(("gemm", "attention", "memory_bound", "recompute"), 0.0)
+        parts = {"matrix products": "gemm", "attention": "attention"}
+        for row in self.rows:
+            if row.kind == "communication" or row.phase not in ("forward", "backward", "recompute"):
+                continue
+            part = "recompute" if row.phase == "recompute" else parts.get(row.kind, "memory_bound")
+            found[part] += row.seconds
+        return found
+
     def by_module(self) -> dict[tuple[str, str], Row]:
         """Rows added up by module and phase."""
         found: dict[tuple[str, str], Row] = {}

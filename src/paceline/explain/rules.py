@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from paceline.errors import PacelineError
+from paceline.explain.attribution import Attribution, attribute
+from paceline.explain.capture_report import captures_of, unattributed
 from paceline.explain.cause import Cause, ranked
 from paceline.explain.hang_rules import hang_causes
 from paceline.explain.ranks import RankReport, SlowLink, SlowRank, began, judge_ranks, place_of
@@ -36,26 +40,41 @@ class Diagnosis:
     waterfall: Waterfall | None
     ranks: RankReport
     findings: tuple[Finding, ...]
+    captured: Path | None
+    """The capture that was read, and what it says."""
+    attribution: Attribution | None
 
 
 def diagnose(view: RunView) -> Diagnosis:
     """Reads a run's numbers and names what is wrong, the dearest first."""
     shares = Shares(view=view)
     report = judge_ranks(view, shares)
-    waterfall = make_waterfall(view, shares)
+    captured = next(iter(captures_of(view.path)), None)
+    owned = _read(captured)
+    waterfall = make_waterfall(view, shares, owned.by_part() if owned is not None and owned.on_gpu else None)
     causes: list[Cause] = []
     if waterfall is not None:
         for rule in _RULES:
             causes += rule(view, shares, report)
         causes += settings_causes(view, shares, waterfall)
-    causes += _state_of_run(view, waterfall)
+    causes += [*_state_of_run(view, waterfall), *(unattributed(owned) if owned is not None else ())]
     return Diagnosis(
         view=view,
         shares=shares,
         waterfall=waterfall,
         ranks=report,
         findings=tuple(cause.finding() for cause in ranked(_once(causes))),
+        captured=captured,
+        attribution=owned,
     )
+
+
+def _read(captured: Path | None) -> Attribution | None:
+    """None where the capture is still being written, or damaged."""
+    try:
+        return None if captured is None else attribute(captured)
+    except PacelineError:
+        return None
 
 
 def _once(causes: Iterable[Cause]) -> list[Cause]:

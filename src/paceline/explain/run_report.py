@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.explain.attribution import attribute
-from paceline.explain.capture_report import attribution_data, captures_of, module_table
+from paceline.explain.capture_report import attribution_data, module_table
 from paceline.explain.explanation import Explanation, bars
 from paceline.explain.ranks import place_of
 from paceline.explain.rules import Diagnosis, diagnose
@@ -40,16 +39,16 @@ def run_explanation(found: Diagnosis) -> Explanation:
         pictures.append(_waterfall_picture(view, waterfall))
     if len(view.ranks) > 1 and waterfall is not None:
         tables.append(_ranks_table(view, shares))
-    captured = captures_of(view.path)[:1]
-    owned = [attribute(path) for path in captured]
-    tables += [module_table(one, f"By module and phase ({captured[0].name})") for one in owned]
+    if found.attribution is not None and found.captured is not None:
+        tables.append(module_table(found.attribution, f"By module and phase ({found.captured.name})"))
     if waterfall is not None:
         tables.append(_dimensions_table(view))
     return Explanation(
         title=f"Run {view.path.name}",
         tables=tuple(tables),
         findings=found.findings,
-        data=run_data(found) | {"attribution": [attribution_data(one) for one in owned]},
+        data=run_data(found)
+        | {"attribution": [] if found.attribution is None else [attribution_data(found.attribution)]},
         pictures=tuple(pictures),
     )
 

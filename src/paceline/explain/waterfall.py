@@ -47,14 +47,18 @@ class Waterfall:
         return sum(part.seconds for part in self.parts if part.name == name)
 
 
-def make_waterfall(view: RunView, shares: Shares) -> Waterfall | None:
-    """None where there is no record of a settled step."""
+def make_waterfall(view: RunView, shares: Shares, kinds: Mapping[str, float] | None = None) -> Waterfall | None:
+    """None where there is no record of a settled step.
+
+    Args:
+        kinds: seconds of a capture's forward and backward by part (`Attribution.by_part`), where there is one on a GPU.
+    """
     if not len(view.shown_steps):
         return None
     step = float(mean_known(shares.wall))
     estimate, card = expectation(view)
     expected = dict(estimate.parts) if estimate else {}
-    parts = _compute(view, shares, estimate, card)
+    parts = _compute(view, shares, estimate, card, kinds)
     waiting = _waiting(shares)
     for axis in AXES:
         parts.append(
@@ -115,7 +119,13 @@ _NAMES = {
 }
 
 
-def _compute(view: RunView, shares: Shares, estimate: StepEstimate | None, card: Hardware | None) -> list[Part]:
+def _compute(
+    view: RunView,
+    shares: Shares,
+    estimate: StepEstimate | None,
+    card: Hardware | None,
+    kinds: Mapping[str, float] | None,
+) -> list[Part]:
     """Forward and backward without waits: the work at the peak, at the ceiling, and what is above it."""
     inside = float(mean_known(shares.own["forward"] + shares.own["backward"])) - _hidden(shares)
     flops = view.fact("flops_per_token")
@@ -144,7 +154,7 @@ def _compute(view: RunView, shares: Shares, estimate: StepEstimate | None, card:
         ),
     ]
     rest = inside - ideal - ceiling
-    if estimate is None:
+    if estimate is None and not kinds:
         return [
             *parts,
             _measured(
@@ -154,17 +164,28 @@ def _compute(view: RunView, shares: Shares, estimate: StepEstimate | None, card:
                 "GEMM shapes, attention, memory-bound operators: measure with --capture",
             ),
         ]
-    expected = {name: float(estimate.parts[name]) for name in _INSIDE}
-    # a GEMM's and the attention's own FLOPs are above; here is what they take beyond them
-    at_ceiling = min(ideal / share, expected["gemm"] + expected["attention"])
-    both = max(expected["gemm"] + expected["attention"], 1e-12)
-    for name in ("gemm", "attention"):
-        expected[name] -= at_ceiling * expected[name] / both
-    total = sum(expected.values())
+    expected = (
+        _beyond_ceiling({name: float(estimate.parts[name]) for name in _INSIDE}, ideal / share) if estimate else {}
+    )
+    weights = expected
+    if kinds and sum(kinds.values()) > 0:
+        scale = inside / sum(kinds.values())
+        weights = _beyond_ceiling({name: value * scale for name, value in kinds.items()}, ideal + ceiling)
+    total = sum(weights.values())
     for name in _INSIDE:
-        split = rest * expected[name] / total if total > 0 else 0.0
-        parts.append(Part(name=_NAMES[name], seconds=split, expected=expected[name], measured=False))
+        split = rest * weights.get(name, 0.0) / total if total > 0 else 0.0
+        note = "by a capture's kernels" if kinds else ""
+        parts.append(
+            Part(name=_NAMES[name], seconds=split, expected=expected.get(name), measured=bool(kinds), note=note)
+        )
     return parts
+
+
+def _beyond_ceiling(seconds: Mapping[str, float], at_ceiling: float) -> dict[str, float]:
+    """What GEMMs and attention take beyond the time that all model FLOPs need at the ceiling, and all other parts."""
+    products = seconds.get("gemm", 0.0) + seconds.get("attention", 0.0)
+    left = max(products - at_ceiling, 0.0) / products if products else 0.0
+    return {name: value * (left if name in ("gemm", "attention") else 1.0) for name, value in seconds.items()}
 
 
 def _hidden(shares: Shares) -> float:

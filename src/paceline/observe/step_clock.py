@@ -183,7 +183,10 @@ class StepClock:
         ]
 
     def _event(self) -> Any:
-        event = self._free.pop() if self._free else self._make_event()
+        try:
+            event = self._free.pop()
+        except IndexError:  # asked, not looked: backward has a thread of its own
+            event = self._make_event()
         event.record()
         return event
 
