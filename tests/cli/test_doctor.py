@@ -11,10 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.doctor import app
-from paceline.cli.doctor_check import own_gpu
 from paceline.doctor.hardware import live
 from paceline.errors import PacelineError
-from paceline.runtime.launcher import ProcessInfo
 from tests.cli.commands import paceline
 from tests.doctor.hardware.machines import Nvml, smi
 from tests.doctor.nccl import logs
@@ -129,12 +127,17 @@ def test_nvidia_smi_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(found.cards) == 2 and found.driver == "580.82.07" and found.topology == ""
 
 
-def test_which_gpu_a_process_has() -> None:
-    second = ProcessInfo(rank=1, local_rank=1, world_size=2, local_world_size=2, launcher="torchrun")
-    assert own_gpu({}, ProcessInfo()) is None and own_gpu({}, second) == 1
-    assert own_gpu({"CUDA_VISIBLE_DEVICES": "4,6"}, second) == 6
-    assert own_gpu({"CUDA_VISIBLE_DEVICES": "5"}, second) == 5  # a task of Slurm that is shown one
-    assert own_gpu({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, second) == -1
+def test_only_what_programs_see_is_judged(files: Path) -> None:
+    (files / "seen.txt").write_text("CUDA_VISIBLE_DEVICES=2,0\n")
+    some = doctor("--topo", str(files / "pairs.txt"), "--env", str(files / "seen.txt"), "--json")
+    assert ids(some)["topology.no-nvlink"]["subject"].startswith("no NVLink between the 2 GPUs")
+    assert json.loads(some.out)["topology"]["devices"] == ["GPU2", "GPU0"]
+    (files / "seen.txt").write_text("CUDA_VISIBLE_DEVICES=2,3\n")
+    pair = doctor("--topo", str(files / "pairs.txt"), "--env", str(files / "seen.txt"), "--json")
+    assert "all 2 GPUs are joined by NVLink" in ids(pair)["topology.groups"]["subject"]
+    (files / "seen.txt").write_text("CUDA_VISIBLE_DEVICES=GPU-00000000\n")
+    healthy = doctor("--smi", str(files / "smi.xml"), "--env", str(files / "seen.txt"), "--json")
+    assert [card["index"] for card in json.loads(healthy.out)["gpus"]] == [0] and healthy.code == 0
 
 
 def test_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

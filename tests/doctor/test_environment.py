@@ -11,6 +11,7 @@ from paceline.doctor.environment.communication import interfaces_matching
 from paceline.doctor.environment.judge import judge, variable_table
 from paceline.doctor.environment.settings import parse_settings
 from paceline.doctor.environment.situation import Situation
+from paceline.doctor.environment.visible import visible_gpus
 from paceline.doctor.variables.known import KNOWN, meant_by
 from paceline.doctor.variables.nccl import NCCL
 from paceline.doctor.variables.others import CUDA, OTHERS, TORCH
@@ -199,6 +200,25 @@ def test_what_images_and_torchrun_set() -> None:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "x",
     }
     assert {one.id: one.severity for one in found(torchrun).values()} == {"env.error-handling": "note"}
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("2,0", [2, 0]),
+        ("0,2,-1,1", [0, 2]),
+        ("0,9,1", [0]),
+        ("1,1", []),
+        ("", []),
+        ("GPU-aa,GPU-b", [0, 1]),
+        ("GPU-a", []),  # the beginning of two
+        ("MIG-1", [0, 1, 2, 3]),
+    ],
+)
+def test_gpus_that_programs_see(value: str | None, seen: list[int]) -> None:
+    variables = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert visible_gpus(variables, 4, ["GPU-aaa", "GPU-bbb", "GPU-abc", "GPU-d"]) == seen
 
 
 def test_threads_against_cores() -> None:

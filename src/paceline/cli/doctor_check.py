@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.cli.doctor_machine import Machine, add_machine, look_here, node_findings, of_other_nodes
+from paceline.cli.doctor_machine import Machine, add_machine, look_here, node_findings, of_other_nodes, seen_cards
 from paceline.config.load import Recipe
 from paceline.costs.hardware import find_hardware
 from paceline.costs.workload import Cluster
 from paceline.doctor.config import judge_count, judge_files, judge_recipe
 from paceline.doctor.environment.settings import parse_settings
+from paceline.doctor.environment.visible import visible_gpus
 from paceline.doctor.examination import Examination
 from paceline.doctor.hardware.card import Card
 from paceline.doctor.hardware.smi import parse_smi
@@ -83,8 +84,11 @@ def examine(asked: Asked) -> Examination | None:
         measured, told = measure_here(config, _wish(asked), own)
     if not info.is_main:
         return None
-    cards = _cards(asked, machine)
+    variables, odd = _variables(asked, machine)
+    every = _cards(asked, machine)
+    cards = seen_cards(every, variables) if asked.smi else list(machine.cards) if machine else []
     matrices, unread = _matrices(asked, machine)
+    matrices = [_as_seen(matrix, variables, every) for matrix in matrices]
     per_node = len(cards) or (len(matrices[0].gpus) if matrices else 0)
     cluster = _cluster(asked, recipe, cards, per_node, info)
     examination = Examination(
@@ -96,33 +100,24 @@ def examine(asked: Asked) -> Examination | None:
         examination.found += of_other_nodes(told, examination.found)
     elif cards:
         examination.add_cards(cards)
-    examination.found += unread
+    examination.found += [*odd, *unread]
     if matrices:
         examination.add_topology(matrices)
         if machine is not None:
-            examination.found += binding(matrices[0], machine.host.cpus, own_gpu(machine.variables, info))
+            # Slurm may show each task its own GPU alone
+            place = None if info.launcher == "single" else min(info.local_rank, max(0, len(matrices[0].gpus) - 1))
+            examination.found += binding(matrices[0], machine.host.cpus, place)
     if text := _lspci(asked, machine):
         examination.add_acs(text, asked.lspci or "lspci")
     if asked.env:
-        _add_variables(examination, asked, per_node or (cluster.gpus_per_node if cluster else 0))
+        in_node = per_node or (cluster.gpus_per_node if cluster else 0)
+        examination.add_environment(variables, gpus_per_node=in_node or None, cores=None, interfaces=None)
     best = _add_recipe(examination, asked, recipe, cluster, is_preset=is_preset) if recipe is not None else None
     if machine is not None and config is not None:
         examination.found += [*judge_files(config), *(judge_count(config, len(cards)) if cards else ())]
     if measured is not None and machine is not None:
         _add_measured(examination, asked, measured, machine, best)
     return examination
-
-
-def own_gpu(variables: Mapping[str, str], info: ProcessInfo) -> int | None:
-    """The driver's number of this process's GPU; None without a launcher, -1 where it is named by something else."""
-    if info.launcher == "single":
-        return None
-    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
-    if not visible:
-        return info.local_rank
-    parts = [part.strip() for part in visible.split(",")]
-    chosen = parts[info.local_rank] if info.local_rank < len(parts) else parts[0]
-    return int(chosen) if chosen.isdecimal() else -1
 
 
 def _add_measured(
@@ -164,9 +159,10 @@ def _wish(asked: Asked) -> Wish:
 
 
 def _cards(asked: Asked, machine: Machine | None) -> list[Card]:
+    """All of the machine, visible or not."""
     if asked.smi:
         return parse_smi(read_text(asked.smi, "--smi", _SMI), asked.smi)[0]
-    return list(machine.cards) if machine else []
+    return list(machine.live.cards) if machine else []
 
 
 def _matrices(asked: Asked, machine: Machine | None) -> tuple[list[LinkMatrix], list[Finding]]:
@@ -211,10 +207,17 @@ def _cluster(
     return make_cluster(gpu, count, gpus_per_node=nodes_of, interconnect=asked.interconnect)[0]
 
 
-def _add_variables(examination: Examination, asked: Asked, per_node: int) -> None:
-    variables, odd = parse_settings(read_text(asked.env, "--env", _ENV), asked.env)
-    examination.found += odd
-    examination.add_environment(variables, gpus_per_node=per_node or None, cores=None, interfaces=None)
+def _variables(asked: Asked, machine: Machine | None) -> tuple[dict[str, str], list[Finding]]:
+    if asked.env:
+        return parse_settings(read_text(asked.env, "--env", _ENV), asked.env)
+    return (machine.variables if machine else {}), []
+
+
+def _as_seen(matrix: LinkMatrix, variables: Mapping[str, str], cards: Sequence[Card]) -> LinkMatrix:
+    """The GPUs that programs see, in their order; all of them where none would be left."""
+    uuids = [card.uuid for card in cards] if len(cards) == len(matrix.gpus) else []
+    seen = visible_gpus(variables, len(matrix.gpus), uuids)
+    return matrix.seen(seen) if seen else matrix
 
 
 def _add_recipe(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.config.run import RunConfig
+from paceline.doctor.environment.visible import visible_gpus
 from paceline.doctor.examination import Examination
 from paceline.doctor.hardware.card import Card
 from paceline.doctor.hardware.host import Host, read_host
@@ -24,7 +25,7 @@ class Machine:
     host: Host
     software: Software
     cards: tuple[Card, ...]
-    """Of the driver's tools, or, without them, what torch sees."""
+    """Those that programs see: of the driver's tools, or, without them, what torch tells."""
     odd: tuple[Finding, ...] = field(default=())
     """What went wrong while looking."""
 
@@ -44,7 +45,8 @@ def look_here() -> Machine:
             loaded, capability, devices = what_torch_says()
         except (ImportError, OSError, RuntimeError) as error:
             odd.append(_broken(error))
-    cards = live.cards or tuple(
+    # torch counts those that are visible already
+    cards = tuple(seen_cards(live.cards, variables)) or tuple(
         Card(index=index, name=name, memory_bytes=size) for index, (name, size) in enumerate(devices)
     )
     if cards and not live.cards:
@@ -67,6 +69,12 @@ def look_here() -> Machine:
         cards=cards,
         odd=tuple(odd),
     )
+
+
+def seen_cards(cards: Sequence[Card], variables: Mapping[str, str]) -> list[Card]:
+    """Those that programs see, in their order; all of them where none would be left, which is a finding of its own."""
+    seen = visible_gpus(variables, len(cards), [card.uuid for card in cards])
+    return [cards[index] for index in seen] or list(cards)
 
 
 def find_cards() -> Live:

@@ -77,3 +77,8 @@ def test_what_is_no_matrix(text: str, reason: str) -> None:
         parse_matrices(text, "topo.txt")
     assert reason in caught.value.evidence
     assert "topo.txt" in caught.value.subject and "nvidia-smi topo -m" in caught.value.next_step
+
+
+def test_names_that_only_begin_like_gpus() -> None:
+    (matrix,) = parse_matrices("\tGPU0\tGPUx\nGPU0\t X \tPIX\nGPUx\tPIX\t X \n", "t")
+    assert matrix.gpus == ("GPU0",) and matrix.nics == ("GPUx",)

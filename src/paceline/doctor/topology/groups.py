@@ -124,8 +124,3 @@ def better_order(groups: Sequence[tuple[int, ...]], grouping: Grouping) -> list[
     if not neighbours or grouping.size % size:
         return None
     return [gpu for group in grouping.groups for gpu in group]
-
-
-def named(groups: Sequence[Sequence[int]]) -> str:
-    """``{0,1}, {2,3}``."""
-    return ", ".join("{" + ",".join(map(str, group)) + "}" for group in groups)

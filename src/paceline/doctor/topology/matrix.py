@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import ConfigError
 
@@ -23,6 +23,7 @@ LEVELS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS", "N/A")
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LABEL = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC|N/A")
+_GPU = re.compile(r"GPU\d{1,5}")
 _AFFINITY = {"CPU_Affinity": "cpus", "NUMA_Affinity": "numa", "NUMA": "numa", "GPU_NUMA_ID": "gpu_numa"}
 _LEGEND = re.compile(r"^\s*(NIC\d+)\s*:\s*(\S+)\s*$")
 _MOST_CPUS = 2**16
@@ -74,7 +75,20 @@ class LinkMatrix:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        return tuple(name for name in self.devices if name.startswith("GPU"))
+        return tuple(name for name in self.devices if _GPU.fullmatch(name))
+
+    def seen(self, order: Sequence[int]) -> LinkMatrix:
+        """The same node with some of its GPUs alone, in another order (of CUDA_VISIBLE_DEVICES); names stay."""
+        kept = [self.gpus[index] for index in order]
+        return replace(self, devices=(*kept, *(name for name in self.devices if name not in self.gpus)))
+
+    def named(self, groups: Sequence[Sequence[int]]) -> str:
+        """Groups of places in `gpus`, by the driver's numbers: ``{0,1}, {2,3}``."""
+        return ", ".join("{" + ",".join(str(self.number(place)) for place in group) + "}" for group in groups)
+
+    def number(self, place: int) -> int:
+        """The driver's number of a GPU."""
+        return int(self.gpus[place].removeprefix("GPU"))
 
     @property
     def slices(self) -> tuple[str, ...]:
@@ -83,7 +97,7 @@ class LinkMatrix:
 
     @property
     def nics(self) -> tuple[str, ...]:
-        return tuple(name for name in self.devices if not name.startswith(("GPU", "MIG", "CPU")))
+        return tuple(name for name in self.devices if not _GPU.fullmatch(name) and not name.startswith(("MIG", "CPU")))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:

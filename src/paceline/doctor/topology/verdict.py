@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from paceline.doctor.topology.groups import Grouping, best_grouping, named
+from paceline.doctor.topology.groups import Grouping, best_grouping
 from paceline.doctor.topology.matrix import LinkMatrix
 from paceline.report.finding import Finding
 
@@ -58,7 +58,7 @@ def _over_nvlink(matrix: LinkMatrix, grouping: Grouping) -> Finding:
     return Finding(
         id="topology.groups",
         severity="note",
-        subject=f"NVLink joins all GPUs of groups of {grouping.size} alone: {named(grouping.groups)}",
+        subject=f"NVLink joins all GPUs of groups of {grouping.size} alone: {matrix.named(grouping.groups)}",
         evidence=f"Between groups: {', '.join(across)}. Tensor parallelism communicates twice a layer and "
         "direction; it wants NVLink.",
         next_step=f"Keep tp (with cp and ep) at {grouping.size} or below; pp or dp across groups.",
@@ -80,7 +80,9 @@ def _over_pcie(matrix: LinkMatrix, grouping: Grouping) -> Finding:
         evidence=f"{seen}. When training is slow here, bandwidth inside the node is the first suspect: the same 7B "
         "model reached 93.5 TFLOP/s a GPU (30 % MFU) on 8 A100 over PCIe and 188 (60 %) over NVLink (InternLM #22).",
         next_step=(
-            f"If tp is needed, keep it within {named(grouping.groups)} ({grouping.level_name}). " if close else ""
+            f"If tp is needed, keep it within {matrix.named(grouping.groups)} ({grouping.level_name}). "
+            if close
+            else ""
         )
         + "Prefer dp with parallel.zero = 1 and large micro-batches, or pp. Which pairs are faster is not determined "
         "by their names where peer access is off (NODE pairs 24 GB/s, a mixed set 35: nccl #1130): measure it, "

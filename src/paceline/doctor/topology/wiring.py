@@ -175,21 +175,20 @@ def binding(matrix: LinkMatrix, allowed: frozenset[int], gpu: int | None) -> Ite
 
     Args:
         allowed: CPUs that this process may use.
-        gpu: its GPU's number; None where it starts the processes of all GPUs.
+        gpu: the place of its GPU in `matrix.gpus`; None where it starts the processes of all GPUs.
     """
-    numbers = range(len(matrix.gpus)) if gpu is None else [gpu] if 0 <= gpu < len(matrix.gpus) else []
-    for number in numbers:
-        affinity = matrix.affinity.get(matrix.gpus[number])
+    places = range(len(matrix.gpus)) if gpu is None else [gpu] if gpu < len(matrix.gpus) else []
+    for place in places:
+        affinity = matrix.affinity.get(matrix.gpus[place])
         near = affinity.cpu_numbers if affinity else frozenset()
         if near and allowed and not near & allowed:
             yield Finding(
                 id="topology.binding",
                 severity="warning",
-                subject=f"this process may use none of the CPUs close to GPU {number} "
+                subject=f"this process may use none of the CPUs close to GPU {matrix.number(place)} "
                 f"({affinity.cpus if affinity else ''})",
                 evidence=f"It is bound to {len(allowed)} others: launches, copies from and to the host and NCCL's "
-                "threads "
-                "cross the link between processors.",
+                "threads cross the link between processors.",
                 next_step="Bind each process to its GPU's CPUs: srun --cpu-bind, numactl --cpunodebind; or ask the "
                 "scheduler for whole nodes.",
             )
