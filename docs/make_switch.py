@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ whose every second layer has experts, one of which takes a token (top-1), so tha
 dense model with one network in their place; the routers are below 1 % on top. Text of the demo (Python's standard
 library, 3.4M tokens), bf16, AdamW, balance loss 0.01, router z-loss 0.001, jitter 0.01 in training. Capacity is judged
 within each sequence of 256 tokens, in evaluation with a factor of 2.0. *Held-out loss*: nats a token over 88 thousand
-tokens of files that were not trained on, after the last step. Each row is three seeds, which decide weights, order of
-the text and noise.
+tokens of files that were not trained on, after the last step. Up to three seeds a row, which decide weights, order of
+the text and noise; means are of the seeds that all rows of a table have.
 """
 
 
@@ -78,16 +78,19 @@ class Size:
     def losses(self, variant: str) -> list[float]:
         return [run["valid_loss"] for _, run in sorted(self.runs.get(variant, {}).items())]
 
-    def mean(self, variant: str) -> float:
-        return mean(self.losses(variant))
+    def mean(self, variant: str, among: Collection[str] = ()) -> float:
+        return self.of_runs(variant, "valid_loss", among)
 
     def against(self, variant: str, other: str) -> list[float]:
         """Differences of the held-out losses, of the seeds that both have."""
         mine, theirs = self.runs.get(variant, {}), self.runs.get(other, {})
         return [mine[seed]["valid_loss"] - theirs[seed]["valid_loss"] for seed in sorted(mine.keys() & theirs.keys())]
 
-    def of_runs(self, variant: str, figure: str) -> float:
-        return mean([run[figure] for run in self.runs[variant].values()])
+    def of_runs(self, variant: str, figure: str, among: Collection[str] = ()) -> float:
+        """Mean of the seeds that all of ``among`` have, where there are any."""
+        seeds = set.intersection(*(set(self.runs[name]) for name in (variant, *among)))
+        chosen = seeds or set(self.runs[variant])
+        return mean([run[figure] for seed, run in self.runs[variant].items() if seed in chosen])
 
 
 def main() -> None:
@@ -127,7 +130,7 @@ def section(size: Size, devices: str, pictures: Path) -> list[str]:
             (pictures / name).write_text(drawing + "\n", encoding="utf-8")
             title = {"experts": "held-out loss by number of experts", "curves": "training loss by step"}[kind]
             lines += ["", f"![{title}](pictures/{name})"]
-    if {FULL, "bf16_router"} <= size.runs.keys():
+    if size.against("bf16_router", FULL):
         lines += ["", "### The router's precision", "", *router(size)]
     if sum(variant in size.runs for variant in CAPACITIES) > 1:
         lines += ["", "### Capacity", "", *capacity(size)]
@@ -155,8 +158,8 @@ def experts_table(size: Size, here: Sequence[str]) -> Iterator[str]:
         each = ", ".join(f"{loss:.4f}" for loss in size.losses(variant))
         beside = "" if variant == "dense" else signed(size.against(variant, "dense"))
         yield (
-            f"| {title} | {size.of_runs(variant, 'parameters') / 1e6:.2f}M | **{size.mean(variant):.4f}** | {each} "
-            f"| {beside} | {size.of_runs(variant, 'train_loss'):.4f} |"
+            f"| {title} | {size.of_runs(variant, 'parameters') / 1e6:.2f}M | **{size.mean(variant, here):.4f}** "
+            f"| {each} | {beside} | {size.of_runs(variant, 'train_loss', here):.4f} |"
         )
 
 
@@ -165,7 +168,7 @@ def verdict(size: Size) -> list[str]:
     if not EXPERTS.keys() <= size.runs.keys():
         return ["The order is judged once all four are there."]
     steps = list(zip(list(EXPERTS)[1:], EXPERTS, strict=False))
-    ordered = all(size.mean(more) <= size.mean(fewer) for more, fewer in steps)
+    ordered = all(size.mean(more, EXPERTS) <= size.mean(fewer, EXPERTS) for more, fewer in steps)
     seeds = sorted(set.intersection(*(set(size.runs[variant]) for variant in EXPERTS)))
     losses = {seed: [size.runs[variant][seed]["valid_loss"] for variant in EXPERTS] for seed in seeds}
     falling = sum(each == sorted(each, reverse=True) for each in losses.values())
@@ -181,6 +184,8 @@ def verdict(size: Size) -> list[str]:
         )
     spread = max(max(size.losses(variant)) - min(size.losses(variant)) for variant in EXPERTS)
     said.append(f"The seeds of one model lie up to {spread:.4f} apart.")
+    if any(abs(mean(size.against(more, fewer))) < spread for more, fewer in steps):
+        said.append("Neighbours in the order differ by less than that: runs of this size do not settle it.")
     return [" ".join(said)]
 
 
@@ -190,7 +195,7 @@ def by_experts(size: Size, here: Sequence[str]) -> str:
         for index, variant in enumerate(here)
         for seed, run in size.runs[variant].items()
     ]
-    line = [(float(EXPERTS[variant]), size.mean(variant)) for variant in here]
+    line = [(float(EXPERTS[variant]), size.mean(variant, here)) for variant in here]
     drawn = scatter(
         points, x_title="networks that a token may go to (1 = dense)", y_title="held-out loss, nats a token",
         title=f"held-out loss by number of experts, {size.name}", line=line,
@@ -227,18 +232,22 @@ def standalone(drawn: str, names: Sequence[str], *, coloured: bool) -> str:
 
 
 def router(size: Size) -> list[str]:
-    each = size.against("bf16_router", FULL)
-    return [
+    each, pair = size.against("bf16_router", FULL), {"fp32": FULL, "bf16": "bf16_router"}
+    lines = [
         "8 experts. *fp32*: the router's product and scores are in fp32, of bf16 weights and tokens. *bf16*: its "
         "product is in bf16.",
         "",
         "| router | held-out loss, mean | each seed | entropy of the probabilities | load of the busiest expert |",
         "| --- | ---: | --- | ---: | ---: |",
-        *(
-            f"| {title} | {size.mean(variant):.4f} | {', '.join(f'{loss:.4f}' for loss in size.losses(variant))} "
-            f"| {size.of_runs(variant, 'router_entropy'):.3f} | {size.of_runs(variant, 'load_max_over_mean'):.2f} |"
-            for title, variant in (("fp32", FULL), ("bf16", "bf16_router"))
-        ),
+    ]
+    for title, variant in pair.items():
+        losses = ", ".join(f"{loss:.4f}" for loss in size.losses(variant))
+        entropy, load = (
+            size.of_runs(variant, figure, pair.values()) for figure in ("router_entropy", "load_max_over_mean")
+        )
+        lines.append(f"| {title} | {size.mean(variant, pair.values()):.4f} | {losses} | {entropy:.3f} | {load:.2f} |")
+    return [
+        *lines,
         "",
         f"bf16 against fp32, seed by seed: {signed(each)}; {mean(each):+.4f} in the mean. Steps skipped because "
         f"something was not finite: {skipped(size, FULL)} with fp32, {skipped(size, 'bf16_router')} with bf16.",
@@ -257,13 +266,13 @@ def capacity(size: Size) -> list[str]:
         "| factor | held-out loss, mean | each seed | against 1.25, seed by seed | dropped, first tenth | last half |",
         "| ---: | ---: | --- | --- | ---: | ---: |",
     ]
-    for variant, factor in CAPACITIES.items():
-        if variant not in size.runs:
-            continue
+    here = [variant for variant in CAPACITIES if variant in size.runs]
+    for variant in here:
+        factor = CAPACITIES[variant]
         each = ", ".join(f"{loss:.4f}" for loss in size.losses(variant))
         beside = "" if variant == FULL else signed(size.against(variant, FULL))
         lines.append(
-            f"| {factor} | {size.mean(variant):.4f} | {each} | {beside} "
+            f"| {factor} | {size.mean(variant, here):.4f} | {each} | {beside} "
             f"| {size.of_runs(variant, 'drop_share_first_tenth'):.1%} | {size.of_runs(variant, 'drop_share'):.1%} |"
         )
     return lines

@@ -159,13 +159,18 @@ def test_the_order_is_told_as_it_is(tmp_path: Path) -> None:
     text = "\n".join(writer.page(results(losses), tmp_path))
     assert "**holds** for the means, and in 2 of 2 seeds for themselves" in text
     assert "8 experts against 4 experts: -0.0750 in the mean, lower in 2 of 2 seeds" in text
-    assert "The seeds of one model lie up to 0.2000 apart" in text
+    assert "The seeds of one model lie up to 0.2000 apart" in text and "do not settle it" in text
+    far = {"dense": [4.0, 4.01], "experts2": [3.9, 3.91], "experts4": [3.8, 3.81], "experts8": [3.7, 3.71]}
+    assert "do not settle it" not in "\n".join(writer.page(results(far), tmp_path))
     losses["experts8"] = [3.82, 3.9]
     text = "\n".join(writer.page(results(losses), tmp_path))
     assert "**holds** for the means, and in 1 of 2 seeds" in text
     losses["experts8"] = [4.2, 3.9]
     text = "\n".join(writer.page(results(losses), tmp_path))
     assert "**does not hold** for the means, and in 1 of 2 seeds" in text
+    losses["dense"] = [4.0, 4.1, 9.0]  # a seed that the others have not
+    text = "\n".join(writer.page(results(losses), tmp_path))
+    assert "| dense | 1.30M | **4.0500** | 4.0000, 4.1000, 9.0000 |" in text
     for picture in tmp_path.glob("*.svg"):
         ElementTree.fromstring(picture.read_text())
     assert len(list(tmp_path.glob("*.svg"))) == 2
