@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +60,33 @@ def test_an_adapter_is_merged_on_the_way(tmp_path: Path) -> None:
     assert not hub.same(hub.tensors(source), hub.tensors(tmp_path / "merged"))
     with pytest.raises(ConfigError, match="--unmerge without --adapter"):
         call(source, tmp_path / "out", "--unmerge")
+
+
+SLOW = """
+import sys, time
+from paceline.interop.safetensors_files import SafetensorsFolder
+read = SafetensorsFolder.read
+SafetensorsFolder.read = lambda self, name, box: (time.sleep(0.3), read(self, name, box))[1]
+from paceline.cli.main import main
+sys.argv[1:1] = ["convert"]
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ended_conversion_leaves_nothing(number: int, tmp_path: Path) -> None:
+    source = hub.save("llama", tmp_path / "hf")
+    command = [sys.executable, "-c", SLOW, str(source), str(tmp_path / "out"), "--threads", "2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        for _ in range(600):
+            if list(tmp_path.glob("out.tmp-*/*")):
+                break
+            time.sleep(0.1)
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         (1, ("model.mtp_loss_coef=0.1",), "model.mtp_loss_coef = 0.1"),
         (1, ("model.sliding_window_period=2",), "model.sliding_window_period = 2"),
         (1, ("observe.sample_tokens=5",), "observe.sample_tokens = 5"),
+        (1, ("checkpoint.export_interval=5",), "checkpoint.export_interval = 5 has no effect here: nothing is"),
     ],
 )
 def test_an_idle_option_is_told(

@@ -24,6 +24,18 @@ LLAMA3 = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
+
 def _with(name: str, **changes: Any) -> Family:
     return replace(FAMILIES[name], hf=FAMILIES[name].hf | changes)
 
@@ -40,6 +52,8 @@ VARIANTS: dict[str, Family] = {
     "qwen3_moe_dense_first": _with("qwen3_moe", mlp_only_layers=[0], norm_topk_prob=False),
     "mixtral_window": _with("mixtral", sliding_window=8, tie_word_embeddings=True),
     "deepseek_v2_greedy": _with("deepseek_v2", topk_method="greedy", q_lora_rank=32, attention_bias=True),
+    "deepseek_v2_yarn": _with("deepseek_v2", rope_parameters=YARN),
+    "llama_yarn_factor": _with("llama", rope_parameters=YARN | {"attention_factor": 1.3, "beta_slow": 2.0}),
     "deepseek_v3_top4": _with("deepseek_v3", num_experts_per_tok=4),
     "deepseek_v3_no_lora": _with("deepseek_v3", q_lora_rank=None),
 }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -107,7 +111,7 @@ def convert(
     for note in opened.notes:
         console.print(note, soft_wrap=True, markup=False)
     began = time.perf_counter()
-    with _Bar(f"{opened.format} -> {wanted}") as bar:
+    with _ends_cleanly(), _Bar(f"{opened.format} -> {wanted}") as bar:
         done = run(opened, target, options, bar)
     seconds = time.perf_counter() - began
     if done.left_out:
@@ -119,6 +123,16 @@ def convert(
     )
     if check:
         _check(opened, target, options)
+
+
+@contextmanager
+def _ends_cleanly() -> Iterator[None]:
+    """SIGTERM ends a conversion as Ctrl-C does: what was begun is removed."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check(opened: Opened, target: Path, options: Options) -> None:

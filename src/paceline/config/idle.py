@@ -50,6 +50,11 @@ def _no_layer_in_fp8(asked: Asked) -> bool:
 
 OPTIONS = (
     Idle(
+        keys=("checkpoint.export_interval",),
+        where=lambda asked: not asked.config.checkpoint.export,
+        because="nothing is exported (checkpoint.export is empty).",
+    ),
+    Idle(
         keys=("parallel.bucket_mb",),
         where=lambda asked: asked.parallel.zero >= 2,
         because="buckets belong to the flat engine (parallel.zero 0 and 1); FSDP reduces block by block.",
