@@ -55,8 +55,9 @@ whose every second layer has experts, one of which takes a token (top-1), so tha
 dense model with one network in their place; the routers are below 1 % on top. Text of the demo (Python's standard
 library, 3.4M tokens), bf16, AdamW, balance loss 0.01, router z-loss 0.001, jitter 0.01 in training. Capacity is judged
 within each sequence of 256 tokens, in evaluation with a factor of 2.0. *Held-out loss*: nats a token over 88 thousand
-tokens of files that were not trained on, after the last step. Up to three seeds a row, which decide weights, order of
-the text and noise; means are of the seeds that all rows of a table have.
+tokens of files that were not trained on, after the last step; *training loss*: mean of the last tenth of steps;
+*dropped*: share of assignments beyond the capacity in training, last half of the steps. Up to three seeds a row, which
+decide weights, order of the text and noise; means are of the seeds that all rows of a table have.
 """
 
 
@@ -120,8 +121,10 @@ def section(size: Size, devices: str, pictures: Path) -> list[str]:
     here = [variant for variant in EXPERTS if variant in size.runs]
     first = next(iter(size.runs[next(iter(size.runs))].values()))
     lines = [f"## {size.name.capitalize()}: {SIZES[size.name]}", ""]
+    threads = ", a run at a time with one thread" if size.name == "small" else ""
     lines += [
-        f"On {devices}. A model that knows only how often each token occurs would have {first['unigram_loss']:.3f}."
+        f"On {devices}{threads}. A model that knows only how often each token occurs would have "
+        f"{first['unigram_loss']:.3f}."
     ]
     if here:
         lines += ["", "### How many experts", "", *experts_table(size, here), "", *verdict(size)]
@@ -151,15 +154,16 @@ def not_run(size: Size) -> list[str]:
 
 
 def experts_table(size: Size, here: Sequence[str]) -> Iterator[str]:
-    yield "| model | parameters | held-out loss, mean | each seed | against dense, seed by seed | training loss |"
-    yield "| --- | ---: | ---: | --- | --- | ---: |"
+    yield "| model | parameters | held-out loss, mean | each seed | against dense, by seed | training loss | dropped |"
+    yield "| --- | ---: | ---: | --- | --- | ---: | ---: |"
     for variant in here:
         title = VARIANTS[variant]
         each = ", ".join(f"{loss:.4f}" for loss in size.losses(variant))
         beside = "" if variant == "dense" else signed(size.against(variant, "dense"))
+        drop = "" if variant == "dense" else f"{size.of_runs(variant, 'drop_share', here):.1%}"
         yield (
             f"| {title} | {size.of_runs(variant, 'parameters') / 1e6:.2f}M | **{size.mean(variant, here):.4f}** "
-            f"| {each} | {beside} | {size.of_runs(variant, 'train_loss', here):.4f} |"
+            f"| {each} | {beside} | {size.of_runs(variant, 'train_loss', here):.4f} | {drop} |"
         )
 
 
