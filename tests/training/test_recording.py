@@ -106,3 +106,16 @@ def test_the_page_shows_a_running_run(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
     (page,) = pages
     assert "paceline_step{" in page and "paceline_loss{" in page and "paceline_phase_forward_seconds{" in page
+
+
+def test_gradients_travel_once_a_step_whatever_the_accumulation(tmp_path: Path) -> None:
+    """huggingface/transformers#7742, huggingface/accelerate#192: not at every micro-step."""
+    data = runs.write_dataset(tmp_path / "data")
+    sent = {}
+    for batch in (2, 16):
+        folder = tmp_path / str(batch)
+        run_ranks(runs.run, 2, runs.tiny(folder, data, f"train.global_batch_size={batch}", steps=4))
+        record = read_rank(folder, 0)
+        assert record.facts["micro_batches"] == batch // 2
+        sent[batch] = record.column("sent_dp_kb").tolist()
+    assert sent[2] == sent[16] and min(sent[2]) > 0

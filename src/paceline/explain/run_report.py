@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from paceline.explain.capture_report import attribution_data, module_table
-from paceline.explain.explanation import Explanation, bars
+from paceline.explain.explanation import Explanation, Picture, bars
 from paceline.explain.ranks import place_of
 from paceline.explain.rules import Diagnosis, diagnose
 from paceline.explain.run_folder import RunView, read_run
 from paceline.explain.shares import OWN, Shares, mean_known
 from paceline.explain.waterfall import Waterfall
 from paceline.observe.telemetry.columns import DIMENSIONS, SUMMED
-from paceline.report import units
+from paceline.report import chart, units
 from paceline.report.table import Table, table
 
-_MOST_RANKS = 16
+_MOST_RANKS, _MOST_POINTS = 16, 400
 
 
 def explain_run(path: Path) -> Explanation:
@@ -36,9 +36,10 @@ def run_explanation(found: Diagnosis) -> Explanation:
     pictures = []
     if waterfall is not None:
         tables.append(waterfall_table(waterfall))
-        pictures.append(_waterfall_picture(view, waterfall))
+        pictures += [_waterfall_picture(view, waterfall), _steps_picture(view, shares)]
     if len(view.ranks) > 1 and waterfall is not None:
         tables.append(_ranks_table(view, shares))
+        pictures.append(_ranks_picture(view, shares))
     if found.attribution is not None and found.captured is not None:
         tables.append(module_table(found.attribution, f"By module and phase ({found.captured.name})"))
     if waterfall is not None:
@@ -153,12 +154,41 @@ def waterfall_table(waterfall: Waterfall) -> Table:
     )
 
 
-def _waterfall_picture(view: RunView, waterfall: Waterfall) -> Any:
+def _waterfall_picture(view: RunView, waterfall: Waterfall) -> Picture:
     names, values = ["measured"], [{part.name: part.seconds for part in waterfall.parts}]
     if waterfall.estimate is not None:
         names.append("predicted by plan")
         values.append({part.name: part.expected or 0.0 for part in waterfall.parts})
     return bars("Where a step goes", names, values)
+
+
+def _steps_picture(view: RunView, shares: Shares) -> Picture:
+    """A point a step, at most `_MOST_POINTS` of them: the slowest of each stretch, so that no pause is lost."""
+    wall = 1e3 * np.nanmax(shares.wall, axis=0)
+    stretches = np.array_split(np.arange(len(wall)), min(_MOST_POINTS, len(wall)))
+    slowest = [int(part[np.argmax(wall[part])]) for part in stretches if len(part)]
+    points = [
+        chart.Point(
+            x=float(view.shown_steps[index]),
+            y=float(wall[index]),
+            label=f"step {view.shown_steps[index]}: {wall[index]:.1f} ms",
+        )
+        for index in slowest
+    ]
+    svg = chart.scatter(points, x_title="step", y_title="ms", title="Time of each step")
+    return Picture(title="Time of each step", svg=svg)
+
+
+def _ranks_picture(view: RunView, shares: Shares) -> Picture:
+    """Own work and waiting of the busiest ranks."""
+    order = np.argsort(-np.nan_to_num(mean_known(shares.work, axis=1)))[:_MOST_RANKS]
+    values = [
+        {name: float(mean_known(shares.own[name][position])) for name in OWN}
+        | {"waiting": float(mean_known(shares.waits[position]))}
+        for position in order
+    ]
+    names = [f"rank {view.ranks[position]} ({place_of(view, int(position))})" for position in order]
+    return bars("What ranks do in a step", names, values)
 
 
 def _ranks_table(view: RunView, shares: Shares) -> Table:
