@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -271,6 +272,14 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     gone = sorted(source.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(CheckpointError, match=f"lacks 1 of .* weight files: {gone.name}"):
+        open_source(source)
+
+
+def test_a_tensor_in_two_files_is_noticed(tmp_path: Path) -> None:
+    source = hub.save("llama", tmp_path / "hf", shard="100KB")
+    first, second = sorted(source.glob("*.safetensors"))[:2]
+    shutil.copyfile(first, second)
+    with pytest.raises(CheckpointError, match=r"twice: in .*00001.* and in .*00002"):
         open_source(source)
 
 

@@ -104,6 +104,15 @@ def test_the_first_loss_is_transformers_own(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "converted").iterdir()} == {p.name for p in last.iterdir()}
 
 
+def test_a_head_that_is_not_the_tied_one_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = hub.save("llama_tied", tmp_path / "hf")
+    hub.change_tensors(source, **{"lm_head.weight": torch.randn(101, 64)})
+    recipe = resolve({}, [f"model.init_from={source}"])
+    formats.register(recipe.registry)
+    assert recipe.registry.weight_sources[0](source, recipe.config.model) is not None
+    assert "lm_head.weight is stored with other values than embed.weight" in caplog.text
+
+
 def test_a_converted_checkpoint_begins_the_same_run(tmp_path: Path) -> None:
     source, data = hub.save("llama", tmp_path / "hf"), write_dataset(tmp_path / "data")
     convert(open_source(source), tmp_path / "ours", Options(to="paceline"))

@@ -36,12 +36,15 @@ class HubFolder:
     """What a person should know of it."""
 
 
-def open_hub(path: Path, *, ignore_keys: Iterable[str] = (), model: ModelConfig | None = None) -> HubFolder:
+def open_hub(
+    path: Path, *, ignore_keys: Iterable[str] = (), model: ModelConfig | None = None, compare_copies: bool = True
+) -> HubFolder:
     """Reads config and headers and checks every name and shape; reads no weights, but for a head that is said to be
     tied and stored all the same.
 
     Args:
         model: takes the place of what the config says; its shapes must be the folder's.
+        compare_copies: read a head that is tied and stored all the same, to note where it is another one.
 
     Raises:
         ConfigError: the family is unknown, or the config says what our model cannot do.
@@ -74,7 +77,7 @@ def open_hub(path: Path, *, ignore_keys: Iterable[str] = (), model: ModelConfig 
     table = hf_links(chosen, family.model_type)
     _account(path, table, prefixed, family.model_type, names_of_mtp)
     weights = LinkedSource(table, prefixed)
-    notes += _stored_copies(table, prefixed, weights)
+    notes += _stored_copies(table, prefixed, weights) if compare_copies else []
     return HubFolder(path=path, config=config, model=chosen, weights=weights, notes=tuple(notes))
 
 

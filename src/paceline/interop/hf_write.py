@@ -16,7 +16,7 @@ from paceline.config.model import ModelConfig
 from paceline.interop.hf_links import hf_links
 from paceline.interop.hf_names import PREDICTS_MORE
 from paceline.interop.links import LinkedSink, LinkTable
-from paceline.interop.safetensors_files import Layout, SafetensorsWriter, plan_files
+from paceline.interop.safetensors_write import Layout, SafetensorsWriter, plan_files
 from paceline.interop.sidecars import hub_config
 
 SHARD_BYTES = 5 * 10**9

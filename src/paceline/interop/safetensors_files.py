@@ -1,7 +1,6 @@
-"""Boxes of tensors in and out of safetensors files, one file or many with an index.
+"""Boxes of tensors out of safetensors files, one file or many with an index.
 
-Nothing is mapped into memory: a box is read by its byte ranges, and written to its place in a file that has its final
-size from the start. So any thread or process may write any part, in any order.
+Nothing is mapped into memory: a box is read by its byte ranges.
 
 The format: 8 bytes little-endian length of a JSON header, the header (name -> dtype, shape, begin and end of the data),
 the data, row-major. Source: https://github.com/huggingface/safetensors, "Format".
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.files import sync_folder
 from paceline.checkpoint.pieces import Box
 from paceline.errors import CheckpointError
 
@@ -42,7 +40,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_LIMIT = 100 * 2**20
 
 
@@ -68,7 +66,14 @@ class SafetensorsFolder:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
         for file in files_of(folder):
-            self.tensors.update(_read_header(file))
+            found = _read_header(file)
+            if twice := sorted(found.keys() & self.tensors.keys()):
+                raise CheckpointError(
+                    f"{folder} has {twice[0]} twice: in {self.tensors[twice[0]].file.name} and in {file.name}",
+                    evidence=f"So have {len(twice)} tensors." if len(twice) > 1 else "",
+                    next_step="Files of two different models have been mixed: download the folder again.",
+                )
+            self.tensors.update(found)
         self._check_index()
         self._open: dict[Path, int] = {}
 
@@ -84,7 +89,7 @@ class SafetensorsFolder:
         value = torch.empty(box.sizes, dtype=stored.dtype)
         if not value.numel():
             return value
-        flat = _bytes_of(value)
+        flat = bytes_of(value)
         item = stored.dtype.itemsize
         descriptor = self._descriptor(stored.file)
         position = 0
@@ -222,7 +227,7 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
             index[axis] = 0
 
 
-def _bytes_of(value: Tensor) -> memoryview:
+def bytes_of(value: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     return value.reshape(-1).view(torch.uint8).numpy().data
 
@@ -236,117 +241,3 @@ def _read_exactly(descriptor: int, into: memoryview, offset: int, stored: Stored
                 f"{stored.file} ended while it was read", next_step="It was changed or cut short: copy it again."
             )
         done += read
-
-
-# ---- writing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which file each tensor goes to, and where. The same on every process that computes it."""
-
-    places: Mapping[str, tuple[str, torch.dtype, torch.Size, int]]
-    """Name -> file, dtype, shape, byte of the file."""
-    headers: Mapping[str, bytes]
-    """File -> its first bytes."""
-    sizes: Mapping[str, int]
-    """File -> bytes in all."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-
-def plan_files(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], shard_bytes: int) -> Layout:
-    """Fills files of at most ``shard_bytes`` in the order of ``tensors``; one file keeps the single name."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, (shape, dtype) in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
-        if groups[-1] and used + size > shard_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    places, headers, sizes = {}, {}, {}
-    for number, names in enumerate(groups, start=1):
-        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset, starts = 0, {}
-        # the widest first: data of every dtype then begins where its size divides the offset
-        for name in sorted(names, key=lambda name: -tensors[name][1].itemsize):
-            shape, dtype = tensors[name]
-            end = offset + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-            starts[name], offset = offset, end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = struct.pack("<Q", len(text)) + text
-        sizes[file] = len(headers[file]) + offset
-        for name, start in starts.items():
-            places[name] = (file, tensors[name][1], tensors[name][0], len(headers[file]) + start)
-    return Layout(places=places, headers=headers, sizes=sizes)
-
-
-class SafetensorsWriter:
-    """A ``RawSink`` that fills the files of a layout in a folder.
-
-    One process calls ``create`` before any writes, each calls ``close``, and one calls ``finish`` after all have.
-    """
-
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self.folder = folder
-        self.layout = layout
-        self._open: dict[str, int] = {}
-
-    def create(self) -> None:
-        """Makes the files in their final sizes, with their headers."""
-        for file, header in self.layout.headers.items():
-            with (self.folder / file).open("wb") as stream:
-                stream.write(header)
-                stream.truncate(self.layout.sizes[file])
-
-    def write(self, name: str, box: Box, value: Tensor) -> None:
-        """Converts to the dtype of the file."""
-        file, dtype, shape, start = self.layout.places[name]
-        value = value.to(dtype).contiguous()
-        flat = _bytes_of(value)
-        descriptor = self._descriptor(file)
-        position = 0
-        for offset, count in runs(shape, box):
-            size = count * dtype.itemsize
-            _write_exactly(descriptor, flat[position : position + size], start + offset * dtype.itemsize)
-            position += size
-
-    def close(self) -> None:
-        """Flushes what this process wrote to the device."""
-        for descriptor in self._open.values():
-            os.fsync(descriptor)
-            os.close(descriptor)
-        self._open.clear()
-
-    def finish(self) -> None:
-        """Writes the index, where there are several files."""
-        if len(self.layout.headers) > 1:
-            total = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape, _ in self.layout.places.values())
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": {name: place[0] for name, place in sorted(self.layout.places.items())},
-            }
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        sync_folder(self.folder)
-
-    def _descriptor(self, file: str) -> int:
-        descriptor = self._open.get(file)
-        if descriptor is None:
-            opened = os.open(self.folder / file, os.O_WRONLY)
-            descriptor = self._open.setdefault(file, opened)
-            if descriptor != opened:
-                os.close(opened)
-        return descriptor
-
-
-def _write_exactly(descriptor: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
