@@ -107,7 +107,8 @@ def _bridge_note(one: SourceReport) -> str:
         "- **Megatron Bridge**: containers of a year are mixed. The same layout on the same GPUs, *measured* in "
         f"another release, predicts a row {' and '.join(said)} off (GPT-OSS 120B: 1081 TFLOP/s in 26.06, "
         "661 in 26.06.01, 1077 in 26.08). Recomputation, offload and fusions are not printed, though several rows "
-        "could not fit without. There are three mixtures of experts: one left out is predicted by what two others teach, and GPT-OSS (biases, "
+        "could not fit without. There are three mixtures of experts: one left out is predicted by what two others "
+        "teach, and GPT-OSS (biases, "
         "a clamped activation, sinks in attention) took twice as long in bf16 as DeepSeek-V3 and Kimi K2 teach. "
         "Constants of dense models are fitted on dense models alone, those of experts after them."
     )

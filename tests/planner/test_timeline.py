@@ -46,6 +46,20 @@ def test_the_timeline_takes_as_long_as_predicted(parallel: dict[str, object]) ->
         assert all(a.start + a.seconds <= b.start + 1e-9 for a, b in pairwise(spans))
 
 
+def test_split_backward_passes_idle_as_little_as_published() -> None:
+    """(p - 1)(F + I - W) beside (p - 1)(F + I + W) of 1F1B: a third if all three are equal (arXiv:2401.10241, table 1),
+    somewhat more here, since attention has no part in W. The same in the prediction and on its timeline."""
+    shares = {}
+    for name in ("1f1b", "zero_bubble"):
+        config, estimate = estimated(pipeline_schedule=name)
+        found = timeline(config, estimate)
+        tail = sum(estimate.parts[part] for part in ("dp_communication", "optimizer", "offload", "overhead"))
+        on_timeline = 1 - max(found.busy) / (found.seconds - tail)  # of the slowest position
+        shares[name] = estimate.bubble
+        assert on_timeline == pytest.approx(estimate.bubble, abs=0.03)
+    assert 1 / 3 < shares["zero_bubble"] / shares["1f1b"] < 0.5
+
+
 def test_a_slow_rank_slows_its_position_and_all_wait() -> None:
     config, estimate = estimated()
     slow, told = slow_parts(config, 8, ["2:1.5"], [])

@@ -155,6 +155,13 @@ def linear_bytes(
     work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int, profile: Profile
 ) -> dict[str, float]:
     """By field of `LINEAR`: bytes on a pipeline rank for each unit of that number."""
+    return _of_rank(work, cluster, layers_by_rank, rank, profile)[0]
+
+
+def _of_rank(
+    work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int, profile: Profile
+) -> tuple[dict[str, float], tuple[float, float, float, float]]:
+    """`linear_bytes`, and what states are made of (`_states`)."""
     first, last = rank == 0, rank == work.head_rank
     layers = layers_by_rank[rank]
     held = _parameters(work, cluster, layers, first=first, last=last)
@@ -168,7 +175,7 @@ def linear_bytes(
     width = 4.0 if work.precision == "fp32" else 2.0
     hidden = width * tokens * work.model.hidden_size
     full = in_flight + profile.working_layers if work.recompute != "full" else min(1.0, layers)
-    inputs = _inputs(work, cluster, layers_by_rank, rank)
+    inputs = hidden / along * in_flight if work.recompute == "full" else 0.0  # of layers that are recomputed whole
     modules = set(work.recompute_modules)
     cheap = work.recompute == "selective" and work.fused_attention and modules <= {"second_linear"}
     eager = profile.eager_ffn if gated and not (work.compile or cheap or modules) else 1.0
@@ -201,16 +208,8 @@ def linear_bytes(
         "framework_gib": 2.0**30,
     }
     kept = inputs + sum(getattr(profile, name) * value for name, value in found.items() if name != "framework_gib")
-    return found | {"states": sum(_states(work, held, profile, micro_batches, kept)) + inputs}
-
-
-def _inputs(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int) -> float:
-    """Of layers that are recomputed whole."""
-    if work.recompute != "full":
-        return 0.0
-    width, along = 4.0 if work.precision == "fp32" else 2.0, work.tp if work.sequence_parallel else 1
-    held = _layers_in_flight(work, layers_by_rank, work.micro_batches(cluster.gpus), rank)
-    return width * work.micro_batch_size * work.seq_len / work.cp * work.model.hidden_size / along * held
+    states = _states(work, held, profile, micro_batches, kept)
+    return found | {"states": sum(states) + inputs}, states
 
 
 def _releases_gathered(work: Workload, cluster: Cluster, profile: Profile) -> bool:
@@ -256,16 +255,12 @@ def memory_by_stage(
     """At each position of the pipeline."""
     found = []
     for rank in range(work.pp):
-        units = linear_bytes(work, cluster, layers_by_rank, rank, profile)
-        first, last = rank == 0, rank == work.head_rank
-        held = _parameters(work, cluster, layers_by_rank[rank], first=first, last=last)
+        units, states = _of_rank(work, cluster, layers_by_rank, rank, profile)
+        weights, gradients, optimizer, gathered = states
         total = sum(getattr(profile, name) * units[name] for name in LINEAR)
         activations = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("kept_"))
         logits = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("logit_"))
-        inputs = _inputs(work, cluster, layers_by_rank, rank)
-        states = _states(work, held, profile, work.micro_batches(cluster.gpus), inputs + activations + logits)
-        weights, gradients, optimizer, gathered = states
-        activations += inputs
+        activations += units["states"] - sum(states)
         known = weights + gradients + optimizer + gathered + activations + logits
         found.append(
             StageMemory(

@@ -11,6 +11,7 @@ pass is split, gradients of weights fill the way out: of a stage's F + I + W, `z
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +47,25 @@ class _Pass:
 
 
 def _where(condition: Number, yes: Number, no: Number) -> Number:
-    """`numpy.where` whose result counts as a number."""
-    return np.where(condition, yes, no)
+    """`numpy.where`; of single layouts, which a search asks for by the thousand, without numpy's cost."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, yes, no)
+    return yes if condition else no
+
+
+def _most(one: Number, other: Number) -> Number:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.maximum(one, other)
+    return one if one >= other else other
+
+
+def _any(value: Number) -> bool:
+    return bool(value.any()) if isinstance(value, np.ndarray) else bool(value)
+
+
+def _doublings(value: Number) -> Number:
+    """log2, at least of 1."""
+    return np.log2(np.maximum(value, 1)) if isinstance(value, np.ndarray) else math.log2(max(value, 1))
 
 
 def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
@@ -72,7 +90,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
         memory=d.memory_forward * passes + d.expert_memory_forward * of_rows + d.cast_forward / p.cast_efficiency,
         again=0.0 * attention,
         tp=tp_once,
-        cp=np.maximum(cp_once - p.ring_overlap * attention, 0.1 * cp_once),
+        cp=_most(cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once,
         host=host,
     )
@@ -84,7 +102,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
         memory=d.memory_backward * passes + d.expert_memory_backward * of_rows + d.cast_backward / p.cast_efficiency,
         again=again,
         tp=tp_once * (1 + d.communication_again),
-        cp=np.maximum(2 * cp_once - p.ring_overlap * attention, 0.1 * cp_once),
+        cp=_most(2 * cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once * (1 + d.communication_again),
         host=host * (1 + d.communication_again),
     )
@@ -93,7 +111,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
 
 def _pass(*, host: Number, **parts: Number) -> _Pass:
     device = sum(parts.values())
-    return _Pass(**parts, launch=np.maximum(host - device, 0.0))
+    return _Pass(**parts, launch=_most(host - device, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +157,7 @@ def _step(d: Demand, p: Profile) -> _Step:
     piped = d.pipeline > 1
     # what the last backward and the next forward can hide
     before, behind = p.parameter_overlap * at * forward.total, p.gradient_overlap * at * backward.total
-    latency = p.step_latency_ms * np.log2(np.maximum(d.dp_size, 1))
+    latency = p.step_latency_ms * _doublings(d.dp_size)
     return _Step(
         micro_batches=m,
         forward=forward,
@@ -161,11 +179,11 @@ def _step(d: Demand, p: Profile) -> _Step:
 
 def _idle_share(d: Demand, p: Profile, forward: _Pass, backward: _Pass) -> Number:
     """Of the idle time of a schedule whose backward pass is whole."""
-    if not np.any(d.splits):
+    if not _any(d.splits):
         return 1.0
     weights = 0.5 * backward.gemm  # of a linear's two products; attention and the rest have none
     inputs, whole = backward.total - weights, forward.total + backward.total
-    zero_bubble = np.maximum(forward.total + inputs - weights, 0.0) / whole
+    zero_bubble = _most(forward.total + inputs - weights, 0.0) / whole
     v_shaped = forward.total / whole
     return _where(d.splits == 0, 1.0, _where(d.splits == 1, zero_bubble, v_shaped))
 
@@ -177,7 +195,7 @@ def _data_parallel(d: Demand, p: Profile, before: Number, behind: Number) -> Num
     reduce = reduce * _where((d.zero > 0) & (not p.reduces_whole), 1.0, 2.0)
     gather = d.params_fast / p.nvlink_efficiency + d.params_node / network + d.dp_tensors * p.tensor_gather_us * 1e-6
     reduced, gathered = _exposed(reduce, behind), _exposed(gather, before)
-    if not np.any(d.sharded):
+    if not _any(d.sharded):
         return reduced + gathered + _copies(d, p)
     if p.accumulates_whole:
         always = d.micro_batches * (gathered + _exposed(gather, behind)) + reduced
@@ -194,7 +212,7 @@ def _copies(d: Demand, p: Profile) -> Number:
 
 
 def _offload(d: Demand, p: Profile, before: Number, behind: Number) -> Number:
-    if not np.any(d.host_update):
+    if not _any(d.host_update):
         return 0.0
     link = p.host_link_efficiency
     once = _exposed(d.host_down / link, behind) + d.host_update + _exposed(d.host_up / link, before)
@@ -204,7 +222,7 @@ def _offload(d: Demand, p: Profile, before: Number, behind: Number) -> Number:
 
 def _exposed(communication: Number, window: Number) -> Number:
     """What is left of it beside a window; the last bucket always is."""
-    return np.maximum(communication - window, 0.03 * communication)
+    return _most(communication - window, 0.03 * communication)
 
 
 def spend(d: Demand, p: Profile) -> dict[str, Number]:

@@ -64,6 +64,8 @@ class _Durations:
     forward: tuple[float, ...]
     """By stage."""
     backward: tuple[float, ...]
+    weights: tuple[float, ...]
+    """Of the backward: gradients of weights, where the schedule splits it."""
     hop: float
     gradients: float
     rest: float
@@ -101,6 +103,7 @@ def _durations(config: RunConfig, estimate: StepEstimate, slow: Slow) -> _Durati
     return _Durations(
         forward=tuple(share * work / 3 for share in shares),
         backward=tuple(share * (work * 2 / 3 + again) for share in shares),
+        weights=tuple(share * parts["gemm"] / count / 3 for share in shares),
         hop=hop,
         gradients=parts["dp_communication"] * slow.axes.get("dp", 1.0),
         rest=parts["optimizer"] + parts["offload"] + parts["overhead"],
@@ -184,9 +187,9 @@ def _ready(
 
 
 def _seconds(action: Action, durations: _Durations) -> float:
-    forward, backward = durations.forward[action.stage], durations.backward[action.stage]
-    # where the backward pass is split, the weights' gradients are a forward's worth of it
-    return {"F": forward, "B": backward, "I": backward - forward, "W": forward}[action.kind]
+    stage = action.stage
+    forward, backward, weights = durations.forward[stage], durations.backward[stage], durations.weights[stage]
+    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[action.kind]
 
 
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
