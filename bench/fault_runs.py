@@ -117,7 +117,7 @@ REAL = (
         share=(0.3, 0.6),
     ),
     RealFault(name="frequent checkpoints", expected="explain.checkpoints", overrides=("checkpoint.interval=2",)),
-    RealFault(name="CPU hog", expected="explain.cpu-contention", hogs=6),
+    RealFault(name="CPU hog", expected="explain.cpu-contention", hogs=3),
     RealFault(name="full recompute", expected="explain.full-recompute", overrides=("parallel.recompute=full",)),
 )  # fmt: skip
 

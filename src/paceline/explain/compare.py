@@ -6,6 +6,7 @@ A different sequence length is no slower kernel. Settings come first; where they
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,8 @@ def compare_runs(first: Path, second: Path) -> Explanation:
     ]
     rates = [float(found.view.recipe.get("optim.lr", math.nan)) for found in (a, b)]
     learning = [] if _data_differs(differences) else loss_causes(*losses, lr=max(rates))
-    causes = [*_settings_cause(differences), *_run_causes(a, b, differences), *learning]
+    acted = acted_on(a, b, differences)
+    causes = [*_settings_cause(differences), *_run_causes(a, b, differences), *_acted_causes(acted), *learning]
     return Explanation(
         title=f"{first.name} and {second.name}",
         tables=(_settings_table(differences, first.name, second.name), _parts_table(_parts(a), _parts(b))),
@@ -77,6 +79,10 @@ def compare_runs(first: Path, second: Path) -> Explanation:
             "step_seconds": [_seconds(a), _seconds(b)],
             "tokens_per_second": [_tokens(a), _tokens(b)],
             "parts": [_parts(a), _parts(b)],
+            "acted_on": [
+                {"id": one.id, "keys": list(one.keys), "expected": one.expected, "obtained": one.obtained}
+                for one in acted
+            ],
         },
         pictures=(bars("Where a step goes", ["first", "second"], [_parts(a), _parts(b)]),),
     )
@@ -159,6 +165,59 @@ def _run_causes(a: Diagnosis, b: Diagnosis, differences: list[Difference]) -> li
             gain="-",
         )
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acted:
+    """A finding of the first run whose change the second one has made. Shares of the first run's step."""
+
+    id: str
+    keys: tuple[str, ...]
+    expected: float | None
+    obtained: float
+
+
+def acted_on(a: Diagnosis, b: Diagnosis, differences: list[Difference]) -> list[Acted]:
+    """Expected against obtained; with several changes at once nobody knows whose the gain is."""
+    before, after = _tokens(a), _tokens(b)
+    changed = {one.key for one in differences}
+    if not before or not after:
+        return []
+    found = []
+    for finding in a.findings:
+        keys = tuple(key for key in re.findall(r"--set '?([a-z_.0-9]+)=", finding.next_step) if key in changed)
+        if keys:
+            share = re.match(r"([\d.]+) ?% of the step", finding.gain or "")
+            found.append(
+                Acted(
+                    id=finding.id,
+                    keys=keys,
+                    expected=float(share[1]) / 100 if share else None,
+                    obtained=1 - before / after,
+                )
+            )
+    return found
+
+
+def _acted_causes(acted: list[Acted]) -> list[Cause]:
+    causes = []
+    for one in acted:
+        expected = "not determined" if one.expected is None else f"{one.expected:.1%}"
+        shared = " Other changes have a part in it." if len(acted) > 1 else ""
+        causes.append(
+            Cause(
+                id="explain.acted-on",
+                subject=f"the second run acts on {one.id} of the first ({', '.join(one.keys)})",
+                evidence=f"Expected: {expected} of the time of a token; obtained: {one.obtained:.1%}.{shared}",
+                next_step="Keep the change."
+                if one.obtained > 0.01
+                else "It brought nothing: take it back, or see what else differs.",
+                share=None,
+                severity="note",
+                gain="-",
+            )
+        )
+    return causes
 
 
 def _settings_table(differences: list[Difference], first: str, second: str) -> Table:
