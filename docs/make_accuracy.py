@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accuracy_notes import memory_notes, percent, time_notes, why_missed
+from accuracy_own import own_runs
 
 from paceline.costs.profiles import find_profile
 from paceline.planner.first_choice import Cell
@@ -76,6 +77,10 @@ it judges.
 Scored by the shipped profile of the nearest framework as it is, which was fitted on other publications only.
 
 {unseen}
+
+### Paceline's own runs
+
+{own}
 
 ## Memory
 
@@ -381,6 +386,7 @@ def page(paths: Sequence[Path]) -> str:
         time=time_table(reports),
         time_notes=time_notes(reports),
         unseen=unseen_table(unseen),
+        own=own_runs(),
         memory=memory_table(reports),
         memory_notes=memory_notes(reports),
         fit=fit_table(reports),
