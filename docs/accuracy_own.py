@@ -33,16 +33,16 @@ def own_runs() -> str:
             f"| {_said(config)} | {run['step_seconds']:.3f} | {_percent(time)} | {run['peak_memory_gib']:.1f} | "
             f"{_percent(size)} | {_gemm(run):.0f} |"
         )
+    time, size = (_percent(fmean(map(abs, errors)), sign=False) for errors in (times, sizes))
     return "\n".join(
         [
-            f"{len(rows)} steps on one H200: time {_percent(fmean(map(abs, times)), sign=False)} off in the mean, memory "
-            f"{_percent(fmean(map(abs, sizes)), sign=False)}",
-            f"and never below. **They were in sight when the profile was made**, so this says how well {len(rows)} runs "
-            "can be explained, not",
-            "how good a prediction is. Cards differ too: of one recipe, 1.400 and 1.361 s on two of them. That is what",
-            "[measured/plan.md](measured/plan.md) is for: 26 recipes, dense and with experts, on one and two H200s, "
-            "predicted and written",
-            "down before any of them is measured. What is measured of them stands there.",
+            f"{len(rows)} steps on one H200: time {time} off in the mean, memory {size} and never below. **They were in "
+            "sight when",
+            "the profile was made**, so this says how well they can be explained, not how good a prediction is. Cards "
+            "differ too: one",
+            "recipe took 1.400 and 1.361 s on two of them. [measured/plan.md](measured/plan.md) is the test: 26 recipes, "
+            "dense and with",
+            "experts, on one and two H200s, predicted and written down before any of them is measured.",
             "",
             "| recipe | measured s | predicted | measured GiB | predicted | sustained GEMM, TFLOP/s |",
             "| --- | ---: | ---: | ---: | ---: | ---: |",
