@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.explain.compare import compare_traces
+from paceline.explain.compare_traces import compare_traces
 from paceline.explain.kinds import NAMES, collective_of, is_fp32_product, kind_index
+from paceline.explain.rank_trace import load
 from paceline.explain.sources import explain
 from paceline.explain.timeline import break_down
 from paceline.explain.trace_file import read_trace
-from paceline.explain.trace_report import explain_traces, load
+from paceline.explain.trace_report import explain_traces
 from tests.explain.traces import copy, fsdp_layers, kernel, span, write
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -136,3 +136,12 @@ def median_known(values: Numbers, axis: int | None = None) -> Numbers:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmedian(values, axis=axis))
+
+
+def worst_rank(values: Numbers) -> float:
+    """Seconds of a mean step that the worst rank of each step takes: all wait for it."""
+    return float(np.mean(np.nanmax(np.nan_to_num(values), axis=0)))
+
+
+def of_step(shares: Shares, seconds: float) -> float:
+    return seconds / max(float(mean_known(shares.wall)), 1e-12)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import ConfigError
-from paceline.explain.compare import compare_logs, compare_runs, compare_traces
+from paceline.explain.compare import compare_logs, compare_runs
+from paceline.explain.compare_traces import compare_traces
 from paceline.explain.explanation import Explanation
 from paceline.explain.log_report import explain_log
 from paceline.explain.run_folder import is_run_folder
