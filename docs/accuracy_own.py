@@ -16,6 +16,15 @@ from paceline.costs.workload import Cluster
 MEASURED = Path(__file__).parent / "measured"
 FILES = ("fused_one_gpu.jsonl", "bench_llama3_1b.jsonl")
 
+_TEXT = """\
+{rows} steps on one H200: time {time} off in the mean, memory {memory} and never below. **They were in sight when the
+profile was made**, so this says how well they can be explained, not how good a prediction is. Cards differ too: one
+recipe took 1.400 and 1.361 s on two of them. [measured/plan.md](measured/plan.md) is the test: 26 recipes, dense and
+with experts, on one and two H200s, predicted and written down before any of them is measured.
+
+| recipe | measured s | predicted | measured GiB | predicted | sustained GEMM, TFLOP/s |
+| --- | ---: | ---: | ---: | ---: | ---: |"""
+
 
 def own_runs() -> str:
     runs = [json.loads(line) for name in FILES for line in (MEASURED / name).read_text().splitlines()]
@@ -33,22 +42,9 @@ def own_runs() -> str:
             f"| {_said(config)} | {run['step_seconds']:.3f} | {_percent(time)} | {run['peak_memory_gib']:.1f} | "
             f"{_percent(size)} | {_gemm(run):.0f} |"
         )
-    time, size = (_percent(fmean(map(abs, errors)), sign=False) for errors in (times, sizes))
-    return "\n".join(
-        [
-            f"{len(rows)} steps on one H200: time {time} off in the mean, memory {size} and never below. **They were in "
-            "sight when",
-            "the profile was made**, so this says how well they can be explained, not how good a prediction is. Cards "
-            "differ too: one",
-            "recipe took 1.400 and 1.361 s on two of them. [measured/plan.md](measured/plan.md) is the test: 26 recipes, "
-            "dense and with",
-            "experts, on one and two H200s, predicted and written down before any of them is measured.",
-            "",
-            "| recipe | measured s | predicted | measured GiB | predicted | sustained GEMM, TFLOP/s |",
-            "| --- | ---: | ---: | ---: | ---: | ---: |",
-            *rows,
-        ]
-    )
+    in_the_mean = {"time": fmean(map(abs, times)), "memory": fmean(map(abs, sizes))}
+    said = {name: _percent(error, sign=False) for name, error in in_the_mean.items()}
+    return "\n".join([_TEXT.format(rows=len(rows), **said), *rows])
 
 
 def _said(config: RunConfig) -> str:
