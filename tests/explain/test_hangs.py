@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.explain.hang_rules import group_stalls, hang_causes
 from paceline.explain.rules import diagnose
 from paceline.explain.run_folder import read_run
@@ -47,6 +49,7 @@ def register(registry):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_while_the_others_wait(tmp_path: Path) -> None:
     data = runs.write_dataset(tmp_path / "data")
     plugin = tmp_path / "hang.py"

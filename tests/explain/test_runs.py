@@ -156,6 +156,7 @@ def test_full_recomputation_costs_a_forward(tmp_path: Path) -> None:
     assert share_of(found) == pytest.approx(truth(cluster, Cluster(seed=10)), rel=0.1)
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_read_in_bounded_time_and_memory(tmp_path: Path) -> None:
     import resource
 
@@ -189,6 +190,7 @@ def test_a_cpu_or_an_unknown_card_has_no_ceiling(tmp_path: Path) -> None:
 # ---- real runs
 
 
+@pytest.mark.slow
 def test_a_delayed_rank_of_four_is_found(tmp_path: Path) -> None:
     data = runs.write_dataset(tmp_path / "data")
     folder = tmp_path / "run"
@@ -226,7 +228,9 @@ def test_a_run_folder_is_read_at_any_time(tmp_path: Path) -> None:
     runs.alone(runs.tiny(folder, data, steps=20))
     whole = diagnose(read_run(folder))
     assert whole.view.end == "end" and whole.waterfall is not None
-    assert len(dimensions(whole.view)) >= 8 or len(dimensions(whole.view)) >= 5  # without a GPU and a second of samples
+    parts = sum(part.seconds for part in whole.waterfall.parts)
+    assert parts == pytest.approx(whole.waterfall.step_seconds, rel=0.01)
+    assert len(dimensions(whole.view)) >= 5  # of a second or less: the sampler may have seen nothing yet
     # being written: the last line of every file is cut
     for file in (*(folder / FOLDER).iterdir(), folder / "metrics.jsonl", folder / "events.jsonl"):
         file.write_bytes(file.read_bytes()[:-7])

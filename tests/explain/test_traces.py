@@ -176,6 +176,7 @@ def test_a_trace_of_the_host_alone_says_what_to_record(tmp_path: Path) -> None:
     assert finding.id == "explain.trace-without-gpu" and "ProfilerActivity.CUDA" in finding.next_step
 
 
+@pytest.mark.slow
 def test_a_large_trace_is_streamed(tmp_path: Path) -> None:
     """In a process of its own, memory stays far below the file: only GPU activity is kept, 60 bytes an event."""
     path = tmp_path / "large.json"
