@@ -61,6 +61,28 @@ def test_every_hook_hears_of_the_end() -> None:
     assert log == ["a end", "b end"] * 2
 
 
+class OwnHook(Hook):
+    """As one of this package."""
+
+    def on_end(self, end: RunEnd) -> None:
+        raise RuntimeError("the device does not answer")
+
+
+OwnHook.__module__ = "paceline.observe.anything"
+
+
+def test_an_error_of_our_own_at_the_end_does_not_replace_the_one_that_ended_the_run(tmp_path: Path) -> None:
+    log: list[str] = []
+    hooks, console = Hooks([OwnHook(), Recorder("b", log)]), io.StringIO()
+    with pytest.raises(RuntimeError, match="does not answer"):
+        hooks.on_end(RunEnd(step=3))
+    with logging_to(tmp_path, console=make_console(console)):
+        hooks.on_end(RunEnd(step=3, error=ValueError()))
+    assert log == ["b end"] * 2
+    assert "OwnHook failed at the end of the run" in console.getvalue() and "Traceback" not in console.getvalue()
+    assert "Traceback" in (tmp_path / "rank_0.log").read_text()
+
+
 def test_a_misspelt_moment_is_refused() -> None:
     class Typo(Hook):
         def on_checkpont(self, saved: CheckpointSaved) -> None: ...

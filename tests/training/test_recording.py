@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.observe.hooks import Hook, StepEnd
+from paceline.observe.hooks import Hook, HookError, StepEnd
 from paceline.observe.phases import PHASES
 from paceline.observe.telemetry.columns import DIMENSIONS
 from paceline.observe.telemetry.record import FOLDER, ranks_of, read_rank
@@ -106,6 +106,22 @@ def test_the_page_shows_a_running_run(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
     (page,) = pages
     assert "paceline_step{" in page and "paceline_loss{" in page and "paceline_phase_forward_seconds{" in page
+
+
+def test_a_step_that_an_error_cut_off_is_not_in_the_record(tmp_path: Path) -> None:
+    plugin = tmp_path / "fail.py"
+    plugin.write_text(
+        "from paceline.observe.hooks import Hook\n"
+        "class Fail(Hook):\n"
+        "    def on_backward_end(self, end):\n"
+        "        assert end.step < 4\n"
+        "def register(registry):\n"
+        "    registry.hook(lambda config: Fail())\n"
+    )
+    folder = tmp_path / "run"
+    with pytest.raises(HookError):
+        runs.alone(runs.tiny(folder, runs.write_dataset(tmp_path / "data"), f"run.plugins={plugin}", steps=6))
+    assert read_rank(folder, 0).column("step").tolist() == [1, 2, 3]
 
 
 def test_gradients_travel_once_a_step_whatever_the_accumulation(tmp_path: Path) -> None:

@@ -157,6 +157,12 @@ def _end(hook: Hook, end: RunEnd) -> None:
         if end.error is None:
             raise
         log.warning("%s: %s", error.subject, error.evidence)
+    except Exception as error:
+        if end.error is None:
+            raise
+        name = type(hook).__name__
+        log.warning("%s failed at the end of the run: %s: %s", name, type(error).__name__, error)
+        log.error("%s, on_end, step %d", name, end.step, exc_info=error, extra={"file_only": True})
 
 
 def _refuse_unknown_moments(kind: type[Hook]) -> None:

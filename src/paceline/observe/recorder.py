@@ -11,6 +11,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,22 @@ class Recorder(Hook):
     def on_end(self, end: RunEnd) -> None:
         if self._writer is None:
             return
-        self._advance(self.clock.take_last())
-        self._write(self.clock.finished(everything=True))
-        self._collections.stop()
-        for part in (self._watch, self._sampler, self._thread, self._page):
-            if part is not None:
-                part.close()
-        self._writer.close()
-        self._writer = None
+        try:
+            if end.error is not None:
+                self.clock.abandon()
+            self._advance(self.clock.take_last())
+            self._write(self.clock.finished(everything=True))
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Each part, whatever the others do; the writer last."""
+        with ExitStack() as stack:
+            for part in (self._writer, self._page, self._thread, self._sampler, self._watch):
+                if part is not None:
+                    stack.callback(part.close)
+            stack.callback(self._collections.stop)
+            self._writer = self._page = self._thread = self._sampler = self._watch = None
 
     def _advance(self, ended: StepTimes | None) -> None:
         if self._thread is None or self._sampler is None:

@@ -128,6 +128,10 @@ class StepClock:
         if self._step:
             self._last_step = self.begin_step(0)
 
+    def abandon(self) -> None:
+        """The step that runs was cut off by an error: it is no step, and the device may not answer any more."""
+        self._step = 0
+
     def take_last(self) -> StepTimes | None:
         """Host times of the last step of the run, once: where nobody has ended it, it ends now."""
         self.end()
@@ -151,6 +155,8 @@ class StepClock:
     def finished(self, *, everything: bool = False) -> list[StepTimes]:
         """Steps, in order, whose GPU times have become known; on a CPU all that have ended.
 
+        A device that has failed leaves times unknown: who computes on it next says why.
+
         Args:
             everything: also those whose GPU times are not known, as they are.
         """
@@ -158,12 +164,15 @@ class StepClock:
         while self._pending:
             times, marks, collectives = self._pending[0]
             if self._on_gpu:
-                if marks[-1][1].query():
-                    self._read(times, marks, collectives)
-                elif not everything and len(self._pending) <= _MOST_PENDING:
-                    break
-                else:
-                    times.timed = False
+                try:
+                    known = marks[-1][1].query()
+                    if known:
+                        self._read(times, marks, collectives)
+                    elif not everything and len(self._pending) <= _MOST_PENDING:
+                        break
+                except RuntimeError:
+                    known = False
+                times.timed = times.timed and known
             done.append(times)
             self._pending.popleft()
         return done
@@ -172,11 +181,11 @@ class StepClock:
         device = [0.0] * len(PHASES)
         for (phase, start), (_, end) in pairwise(marks):
             device[phase] += 1e3 * start.elapsed_time(end)
-        times.device_us = device
         for held in collectives:
             microseconds = 1e3 * held.start.elapsed_time(held.end)
             times.wait_us[held.axis] += microseconds
             times.blocked_us[held.phase] += microseconds
+        times.device_us = device
         # the last mark is the next step's first
         self._free += [event for _, event in marks[:-1]] + [
             event for held in collectives for event in (held.start, held.end)

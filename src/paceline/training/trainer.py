@@ -115,11 +115,12 @@ class Trainer:
         self.step.train()
         self._stop = stop
         self.meter.start()
+        if self.progress.step:
+            self._export()  # an earlier start may have been cut off between the checkpoint and the export of this step
         with self.collection:
-            try:
-                reason = self._run_steps(stop)
-            finally:
-                self.phases.end()
+            # an error leaves its step open: the recorder drops it
+            reason = self._run_steps(stop)
+            self.phases.end()
         if reason or self.config.checkpoint.save_last:
             self._save_last()
         if not reason:
