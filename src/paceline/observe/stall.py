@@ -7,6 +7,7 @@ joins these of all ranks. A rank that does not even write is told by its silence
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -61,6 +62,9 @@ class StallWatch:
         self._recent: deque[float] = deque(maxlen=64)
         self._stop = threading.Event()
         self._told: tuple[int, float] = (0, 0.0)
+        with contextlib.suppress(OSError):
+            # of an earlier start: that one is over
+            self.path.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._run, name="paceline-stall", daemon=True)
         self._thread.start()
 
