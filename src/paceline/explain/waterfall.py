@@ -141,7 +141,7 @@ def _compute(
         return [
             _measured(name, _mean(shares, name), None, "above the peak that is set") for name in ("forward", "backward")
         ]
-    share = card.matmul_share if card else 0.8
+    share = _ceiling(view, card)
     ceiling = min(ideal / share, max(inside, ideal)) - ideal
     parts = [
         _measured("model FLOPs at the datasheet peak", ideal, ideal, f"{peak:g} TFLOP/s"),
@@ -179,6 +179,13 @@ def _compute(
             Part(name=_NAMES[name], seconds=split, expected=expected.get(name), measured=bool(kinds), note=note)
         )
     return parts
+
+
+def _ceiling(view: RunView, card: Hardware | None) -> float:
+    """Share of the peak that the best large product reaches, in this run's precision; 0.8 for an unknown card."""
+    if card is None:
+        return 0.8
+    return card.fp8_matmul_share if view.recipe.get("train.precision") == "fp8" else card.matmul_share
 
 
 def _beyond_ceiling(seconds: Mapping[str, float], at_ceiling: float) -> dict[str, float]:
