@@ -155,3 +155,10 @@ def test_logits_of_the_micro_batch_before_are_still_there() -> None:
     once, many = (units(nanotron_3b(global_batch_size=size), 8) for size in (64, 256))
     assert once["logit_bytes"] == many["logit_bytes"] == many["logit_bytes_before"] == 8 * 4096 * 131072
     assert once["logit_bytes_before"] == 0
+
+
+def test_frozen_weights_have_neither_gradients_nor_optimizer() -> None:
+    work = replace(nanotron_3b(zero=1), frozen_weights=True)
+    (stage,) = memory_by_stage(work, cluster(8), (28.0,), NANOTRON)
+    (trained,) = memory_by_stage(nanotron_3b(zero=1), cluster(8), (28.0,), NANOTRON)
+    assert stage.states == stage.weights == trained.weights and stage.activations == trained.activations

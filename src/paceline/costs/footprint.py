@@ -228,6 +228,8 @@ def _states(
     width = 4.0 if work.precision == "fp32" else 2.0
     moments = MOMENT_BYTES[work.optimizer]
     offloaded = work.offload != "none"
+    if work.frozen_weights:
+        return width * held.here, 0.0, 0.0, 0.0
     if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
         unreduced = 4.0 * held.largest_layer
         if profile.accumulates_whole and micro_batches > 1:
