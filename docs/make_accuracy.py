@@ -118,8 +118,8 @@ Both axes are logarithmic; the line is a perfect prediction.
 Least absolute log ratios (times) and least absolute relative errors (memory; linear), each model of a
 source with the same weight. The value is that of the shipped profile, which is fitted on all rows of its sources
 (`src/paceline/costs/profiles.py`); the meaning of every number stands there. A number at the end of its range
-(`RANGES` in `planner/fit_recipes.py`) says that the arithmetic lacks something there which the number stands in for: HBM
-above 0.95 of its rate, torchtitan's 0.2, a product above its best.
+(`RANGES` in `planner/fit_recipes.py`) says that the arithmetic lacks something there which the number stands in for:
+HBM above 0.95 of its rate, torchtitan's 0.2, a product above its best.
 
 {fitted}
 
