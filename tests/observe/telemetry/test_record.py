@@ -75,12 +75,62 @@ def test_a_resumed_run_continues_and_the_last_word_stands(tmp_path: Path) -> Non
 
 
 def test_disk_is_bounded_and_the_beginning_stays(tmp_path: Path) -> None:
-    write(tmp_path, range(1, 40_001), limit_mb=1)
+    hours = iter(range(0, 100_000, 2))
+    write(tmp_path, range(1, 40_001), limit_mb=1, clock=lambda: next(hours) * 3600.0)
     files = files_of(tmp_path / FOLDER, 0)
-    assert len(files) <= FILES and sum(path.stat().st_size for _, path in files) <= 2**20 * 1.2
+    sizes = [path.stat().st_size for _, path in files]
+    assert len(files) == FILES and sum(sizes) <= 2**20 and max(sizes) <= 2**20 // FILES
+    assert min(sizes[:-1]) > 2**20 // FILES - 2048
     record = read_rank(tmp_path, 0)
     steps = record.column("step")
     assert steps[0] == 1 and steps[-1] == 40_000
+
+
+def test_many_short_starts_keep_all_of_the_record(tmp_path: Path) -> None:
+    for first in range(1, 61, 3):
+        write(tmp_path, range(first, first + 3), limit_mb=1)
+    assert read_rank(tmp_path, 0).column("step").tolist() == list(range(1, 61))
+    # and beyond the limit the oldest of them go
+    for index in range(4, 20):
+        (tmp_path / FOLDER / f"rank-00000.{index:04d}.csv").write_bytes(b" " * 2**16)
+    write(tmp_path, range(61, 64), limit_mb=1)
+    numbers = [number for number, _ in files_of(tmp_path / FOLDER, 0)]
+    assert numbers[0] == 0 and numbers[-1] == 20 and 12 <= len(numbers) <= 16
+    assert sum(path.stat().st_size for _, path in files_of(tmp_path / FOLDER, 0)) <= 2**20
+
+
+def test_a_start_without_a_step_leaves_no_file(tmp_path: Path) -> None:
+    write(tmp_path, range(0))
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_a_limit_that_was_lowered_holds_even_for_the_first_file(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rank-00000.0000.csv").write_bytes(b" " * 2**21)
+    write(tmp_path, range(1, 4), limit_mb=1)
+    assert [number for number, _ in files_of(tmp_path / FOLDER, 0)] == [1]
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_error_of_the_writer_is_told_and_ends_the_record_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = RecordWriter(tmp_path, 0, limit_mb=8, facts={"host": object()})
+    writer.put(line(1))
+    writer.close()
+    assert "the record of rank 0 ends here: Object of type object is not JSON serializable" in caplog.text
+    writer.put(line(2))
+    assert writer.waiting <= 1, "nobody takes lines any more, so none are kept"
+
+
+def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = iter(range(0, 10**9, 7200))
+    monkeypatch.setattr(time, "time", lambda: float(next(jumps)))
+    writer = RecordWriter(tmp_path, 0, limit_mb=1, facts={})
+    for step in range(1, 2001):
+        writer.put(line(step))
+    writer.close()
+    assert read_rank(tmp_path, 0).column("steps")[-1] > 1
 
 
 def test_files_that_fill_up_fast_have_lines_of_several_steps(tmp_path: Path) -> None:

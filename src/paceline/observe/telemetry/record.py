@@ -2,8 +2,9 @@
 
 ``record/rank-00003.0000.csv`` in the run folder: a comment line with JSON facts, the names of the columns, then a
 line of whole numbers for one step or a few. A file holds at most an eighth of the limit; then the next one begins,
-and beyond the limit the oldest go, but for the first (the run when it was young). Where a file filled up in less than
-an hour, the next one's lines cover twice as many steps, so a rank never writes more than two files an hour for long.
+and so it does at each start of the run. Beyond the limit, which counts bytes and not files, the oldest go, but for the
+first (the run when it was young). Where a file filled up in less than an hour, the next one's lines cover twice as
+many steps, so a rank never writes more than two files an hour for long.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +31,14 @@ log = logging.getLogger(__name__)
 
 FOLDER = "record"
 FILES = 8
-"""Files that a rank's limit is divided into."""
+"""Full files that a rank's limit is divided into."""
 MEBIBYTE = 2**20
 _NAME = re.compile(r"rank-(\d+)\.(\d+)\.csv")
 _MOST_WAITING = 20_000
 """Lines that may wait for a disk before new ones are dropped."""
 _FLUSH_SECONDS = 0.5
+_LINE_BYTES = 1024
+"""No line is longer in practice; a file that has less room than this is full."""
 _SUMMED = [name in SUMMED for name in COLUMNS]
 
 Line = Sequence[int]
@@ -42,6 +46,8 @@ Line = Sequence[int]
 
 class RecordWriter:
     """Takes lines without waiting; one thread formats and writes them. A full disk ends the record, never the run.
+
+    Nothing is on disk before the first line.
 
     Args:
         folder: the run folder.
@@ -56,7 +62,7 @@ class RecordWriter:
         *,
         limit_mb: int,
         facts: Mapping[str, Any],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder / FOLDER
         self.rank = rank
@@ -68,6 +74,8 @@ class RecordWriter:
         self._every = 1
         """Steps a line."""
         self._held: list[int] | None = None
+        self._taken: deque[Line] = deque()
+        """Lines that the file before had no room for."""
         self._ended = False
         self._thread.start()
 
@@ -89,59 +97,65 @@ class RecordWriter:
     def _run(self) -> None:
         try:
             self._write_all()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end silently, nor end the run
             self._ended = True
             log.warning("the record of rank %d ends here: %s (the run goes on)", self.rank, error)
 
     def _write_all(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((own for own, _ in files_of(self.folder, self.rank)), default=-1)
         open_ = True
-        while open_:
+        while open_ or self._taken:
+            if not self._taken:
+                open_ = self._take()
+                if not self._taken and self._held is None:
+                    return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number = 1 + max((own for own, _ in files_of(self.folder, self.rank)), default=-1)
+            self._make_room()
             path = self.folder / f"rank-{self.rank:05d}.{number:04d}.csv"
             began = self._clock()
             with path.open("ab", buffering=0) as file:
-                open_ = self._fill(file.write)
-            if self._clock() - began < 3600 and open_:
+                open_ = self._fill(file.write, open_)
+            if self._clock() - began < 3600:
                 self._every *= 2
-            number += 1
-            self._remove_old()
 
-    def _fill(self, write: Callable[[bytes], int | None]) -> bool:
-        """Writes one file; whether there is more to come."""
+    def _fill(self, write: Callable[[bytes], int | None], open_: bool) -> bool:
+        """Writes one file, first of lines that are taken already; whether more may come from the queue."""
         head = f"# {json.dumps(self._facts | {'steps_per_line': self._every})}\n{','.join(COLUMNS)}\n".encode()
         _whole(write, head)
         size = len(head)
-        while size < self._file_bytes:
-            lines, open_ = self._collect()
-            data = b"".join(self._format(line) for line in lines)
-            if not open_ and self._held is not None:
-                data += _text(self._held)
-                self._held = None
+        while True:
+            data = self._next_lines(self._file_bytes - size, open_)
             if data:
                 _whole(write, data)
                 size += len(data)
-            if not open_:
-                return False
-        return True
+            if self._taken or not open_ or self._file_bytes - size < _LINE_BYTES:
+                return open_
+            open_ = self._take()
 
-    def _collect(self) -> tuple[list[Line], bool]:
+    def _next_lines(self, room: int, open_: bool) -> bytes:
+        """Of the lines that are taken, at least one and what there is room for; the held one too, if none follow."""
+        data = b""
+        while self._taken and (not data or room - len(data) >= _LINE_BYTES):
+            data += self._format(self._taken.popleft())
+        if not open_ and not self._taken and self._held is not None:
+            data += _text(self._held)
+            self._held = None
+        return data
+
+    def _take(self) -> bool:
         """The lines of about half a second, at least one; False where they are the last."""
-        lines: list[Line] = []
-        first = self._queue.get()
-        if first is None:
-            return lines, False
-        lines.append(first)
+        line = self._queue.get()
         deadline = time.monotonic() + _FLUSH_SECONDS
-        while (left := deadline - time.monotonic()) > 0 and len(lines) < 500:
+        while line is not None:
+            self._taken.append(line)
+            left = deadline - time.monotonic()
+            if left <= 0 or len(self._taken) >= 500:
+                return True
             try:
                 line = self._queue.get(timeout=left)
             except queue.Empty:
-                break
-            if line is None:
-                return lines, False
-            lines.append(line)
-        return lines, True
+                return True
+        return False
 
     def _format(self, line: Line) -> bytes:
         """The line, or nothing where more steps are to be added to it. All ranks end lines at the same steps."""
@@ -153,10 +167,16 @@ class RecordWriter:
         self._held = None
         return _text(merged)
 
-    def _remove_old(self) -> None:
-        own = files_of(self.folder, self.rank)
-        for _, path in own[1 : max(1, len(own) - FILES + 2)]:
+    def _make_room(self) -> None:
+        """For one more file within the limit. The first file goes last, where it is larger than that by itself."""
+        own = [path for _, path in files_of(self.folder, self.rank)]
+        sizes = {path: path.stat().st_size for path in own}
+        excess = sum(sizes.values()) - (FILES - 1) * self._file_bytes
+        for path in (*own[1:], *own[:1]):
+            if excess <= 0:
+                break
             path.unlink(missing_ok=True)
+            excess -= sizes[path]
 
 
 def _whole(write: Callable[[bytes], int | None], data: bytes) -> None:
