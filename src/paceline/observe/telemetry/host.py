@@ -105,13 +105,14 @@ class ThreadProbe:
         now = self._totals()
         before, self._last = self._last, now
         cpu, queue, preempted = (new - old for new, old in zip(now, before, strict=True))
-        return cpu // 1000, queue // 1000 if self._file else UNKNOWN, preempted
+        return cpu // 1000, max(queue, 0) // 1000 if self._file else UNKNOWN, preempted
 
     def _totals(self) -> tuple[int, int, int]:
         waited = 0
         if self._file is not None:
-            self._file.seek(0)
-            waited = int(self._file.read(64).split()[1])
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                self._file.seek(0)
+                waited = int(self._file.read(64).split()[1])
         return time.thread_time_ns(), waited, _preemptions()
 
     def close(self) -> None:
