@@ -93,6 +93,10 @@ class Size:
         chosen = seeds or set(self.runs[variant])
         return mean([run[figure] for seed, run in self.runs[variant].items() if seed in chosen])
 
+    def spread(self) -> float:
+        """How far the seeds of one model lie apart at most."""
+        return max(max(self.losses(variant)) - min(self.losses(variant)) for variant in self.runs)
+
 
 def main() -> None:
     source, target = DOCS / "measured" / "switch.json", DOCS / "switch.md"
@@ -186,7 +190,7 @@ def verdict(size: Size) -> list[str]:
             f"{VARIANTS[more]} against {VARIANTS[fewer]}: {mean(each):+.4f} in the mean, lower in "
             f"{sum(value < 0 for value in each)} of {len(each)} seeds."
         )
-    spread = max(max(size.losses(variant)) - min(size.losses(variant)) for variant in EXPERTS)
+    spread = size.spread()
     said.append(f"The seeds of one model lie up to {spread:.4f} apart.")
     if any(abs(mean(size.against(more, fewer))) < spread for more, fewer in steps):
         said.append("Neighbours in the order differ by less than that: runs of this size do not settle it.")
@@ -253,9 +257,20 @@ def router(size: Size) -> list[str]:
     return [
         *lines,
         "",
-        f"bf16 against fp32, seed by seed: {signed(each)}; {mean(each):+.4f} in the mean. Steps skipped because "
-        f"something was not finite: {skipped(size, FULL)} with fp32, {skipped(size, 'bf16_router')} with bf16.",
+        f"bf16 against fp32, seed by seed: {signed(each)}; {mean(each):+.4f} in the mean. {within(size, each)} Steps "
+        f"skipped because something was not finite: {skipped(size, FULL)} with fp32, {skipped(size, 'bf16_router')} "
+        "with bf16.",
     ]
+
+
+def within(size: Size, differences: Sequence[float]) -> str:
+    """Whether a difference is one, in words."""
+    spread = size.spread()
+    if abs(mean(differences)) >= spread and len(differences) > 1:
+        return f"That is more than the seeds of one model lie apart ({spread:.4f})."
+    few = "From one seed, and " if len(differences) == 1 else "That is "
+    side = "less" if abs(mean(differences)) < spread else "more"
+    return f"{few}{side} than the seeds of one model lie apart ({spread:.4f}): no finding."
 
 
 def skipped(size: Size, variant: str) -> int:
@@ -279,6 +294,10 @@ def capacity(size: Size) -> list[str]:
             f"| {factor} | {size.mean(variant, here):.4f} | {each} | {beside} "
             f"| {size.of_runs(variant, 'drop_share_first_tenth'):.1%} | {size.of_runs(variant, 'drop_share'):.1%} |"
         )
+    for variant in here:
+        each = size.against(variant, FULL)
+        if variant != FULL and each:
+            lines += ["", f"{CAPACITIES[variant]} against 1.25: {mean(each):+.4f} in the mean. {within(size, each)}"]
     return lines
 
 

@@ -181,6 +181,11 @@ def test_what_is_not_there_is_not_judged(tmp_path: Path) -> None:
     text = "\n".join(writer.page(results({"dense": [4.0], "experts8": [3.9], "bf16_router": [3.95]}), tmp_path))
     assert "The order is judged once all four are there." in text
     assert "bf16 against fp32, seed by seed: +0.0500" in text and "### Capacity" not in text
+    assert "From one seed, and more than the seeds of one model lie apart (0.0000): no finding." in text
+    pairs = {"experts8": [3.9, 3.91], "bf16_router": [3.95, 3.955], "capacity2": [3.901, 3.912]}
+    text = "\n".join(writer.page(results(pairs), tmp_path))
+    assert "+0.0475 in the mean. That is more than the seeds of one model lie apart (0.0110)." in text
+    assert "2.0 against 1.25: +0.0015 in the mean. That is less than the seeds of one model lie apart" in text
     text = "\n".join(writer.page(results({"experts8": [3.9], "capacity2": [3.8]}), tmp_path))
     assert "| 2.0 | 3.8000 | 3.8000 | -0.1000 | 20.0% | 5.0% |" in text and "router's precision" not in text
     assert "**Not run yet**: dense (3 of 3 seeds), 2 experts (3 of 3 seeds)" in text and "8 experts (2 of 3" in text
