@@ -50,9 +50,10 @@ RUNGS = (
     "6_micro_batch",
     "7_fp8",
     "8_fused",
-    "9_fp8_whole",
+    "9_fp8_casts",
+    "10_fp8_head",
 )
-FP8_RUNGS = ("7_fp8", "8_fused", "9_fp8_whole")
+FP8_RUNGS = ("7_fp8", "8_fused", "9_fp8_casts", "10_fp8_head")
 BESIDE = {"side_tensor": "6_micro_batch"}
 """Measured beside the ladder, and the rung that it stands against: another way to do without single sequences."""
 _RUNG_SECONDS = 60.0

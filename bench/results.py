@@ -23,6 +23,16 @@ class DamagedFileError(Exception):
         super().__init__(f"{path}: {why}\n  {next_step}, or restore it from version control.")
 
 
+class OtherMachineError(Exception):
+    """Results of two kinds of machine do not go into one file."""
+
+    def __init__(self, path: Path, before: str, now: str) -> None:
+        super().__init__(
+            f"{path} holds results of {before}, and this is {now}: nothing was measured.\n"
+            "  Choose another --results, or move the file away."
+        )
+
+
 class Results:
     """NAME.json and NAME.md: written anew, in one piece, after every entry. A bench fills in the pages.
 
@@ -39,6 +49,7 @@ class Results:
         self.path = folder / f"{name}.json"
         folder.mkdir(parents=True, exist_ok=True)
         self.data: dict[str, Any] = {"command": command or f"bench/{name}.sh", "entries": {}}
+        self._machine: dict[str, Any] = {}
         if self.path.is_file():
             self.data = self._read()
 
@@ -56,9 +67,25 @@ class Results:
         entry = self.entries.get(job.key, {"failed": []})
         return "failed" not in entry and (shared or not entry.get(SHARED))
 
+    def measure_on(self, machine: dict[str, Any], *, mixed: bool = False) -> None:
+        """Says what the entries to come are measured on. The page says so once there is one.
+
+        Args:
+            mixed: entries of several kinds of devices may stand in one file.
+
+        Raises:
+            OtherMachineError: what is there was measured on another kind of device.
+        """
+        before, now = self.data.get("devices"), machine.get("devices")
+        if not mixed and self.entries and before and now and before != now:
+            raise OtherMachineError(self.path, before, now)
+        self._machine = machine
+
     def put(self, job: Job, entry: dict[str, Any], records: Sequence[dict[str, Any]] = ()) -> None:
         """``records``: the curve, where the bench keeps it in a file of its own."""
-        self.entries[job.key] = entry
+        self.data |= self._machine
+        own = {"devices": self._machine.get("devices"), "torch": self._machine.get("versions", {}).get("torch")}
+        self.entries[job.key] = entry | {"machine": {name: value for name, value in own.items() if value}}
         self.write()
 
     def write(self) -> None:

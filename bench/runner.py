@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jobs import Job
 from ranks import Ranks, sharing_one_gpu
-from results import OWN, SHARED, DamagedFileError, Results
+from results import OWN, SHARED, DamagedFileError, OtherMachineError, Results
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LAST_LINES, LINE = 12, 300
@@ -326,7 +326,7 @@ def main(bench: Bench, description: str | None) -> None:
             held = "of --tiny" if results.are_tiny else "without --tiny"
             parser.error(f"{results.path} holds results {held}: choose another --results, or move it away")
         measure(bench, jobs, results, options)
-    except DamagedFileError as error:
+    except (DamagedFileError, OtherMachineError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
@@ -337,7 +337,7 @@ def measure(bench: Bench, jobs: Sequence[Job], results: Results, options: argpar
         if options.one_gpu and "devices" in found:
             # whatever else is there: no entry uses more
             found["devices"] = "1 x " + found["devices"].partition(" x ")[2]
-        results.data |= {"tiny": options.tiny, **found}
+        results.measure_on({"tiny": options.tiny, **found}, mixed=bench.runs_on_cpu)
         todo = [job for job in jobs if options.again or not results.is_done(job, shared=options.share_gpu)]
         # stable; what was never tried first, what failed last
         todo.sort(key=lambda job: (job.key in results.entries, "failed" in results.entries.get(job.key, {})))

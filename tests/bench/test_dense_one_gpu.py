@@ -104,8 +104,8 @@ def test_three_curves_fit_one_card_and_a_checkpoint_the_disk() -> None:
     assert count_parameters(config_of(saving).model).total * 12 <= 0.5 * DISK_BYTES
 
 
-def test_the_table_and_the_ladder_fit_one_call() -> None:
-    for parts in (("dense", "ladder"), ("overheads", "profile", "ceilings")):
+def test_the_table_fits_one_call_and_the_ladder_another() -> None:
+    for parts in (("dense",), ("ladder",), ("overheads", "profile", "ceilings")):
         seconds = {job.key: job.estimate for part in parts for job in dense_one_gpu.jobs_of(part)}
         assert sum(seconds.values()) <= CALL_SECONDS, parts
 
@@ -266,7 +266,7 @@ def test_the_section_says_what_cannot_show_and_the_cut_of_each_row() -> None:
     assert list(rows) == list(dense_jobs.RUNGS), "no rung that needs two GPUs"
     assert all("one GPU, 8 of 40 layers" in row for row in rows.values())
     assert "+1.0% speed" in rows["1_attention"] and "one GPU sends nothing" in rows["5_reduction"]
-    assert any("1.08x" in line and "8 of 40 layers" in line for line in lines)
+    assert any("1.10x" in line and "8 of 40 layers" in line for line in lines)
     nothing = dense_ladder.one_gpu_ladder_page({"entries": {}})
     assert sum(dense_ladder.NOT_YET in line for line in nothing) == len(dense_jobs.RUNGS)
     assert any("`side_tensor` is left out" in line for line in nothing)
