@@ -12,9 +12,10 @@ import torch
 from paceline.errors import TrainingError
 from paceline.observe.hooks import Hooks, RunEnd, RunStart, StepStart
 from paceline.observe.recorder import Recorder
+from paceline.observe.stall import read_stalls
 from paceline.observe.step_clock import StepClock
 from paceline.observe.telemetry.columns import MEMORY
-from paceline.observe.telemetry.record import read_rank
+from paceline.observe.telemetry.record import FOLDER, read_rank
 from paceline.observe.telemetry.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -76,6 +77,16 @@ def test_a_step_cut_off_by_an_error_is_no_step(tmp_path: Path) -> None:
         run_steps(recorder, 3)
         recorder.on_end(RunEnd(step=3, error=error))
         assert read_rank(folder, 0).column("step").tolist() == steps
+
+
+def test_a_start_forgets_the_stall_of_an_earlier_one_even_where_nobody_watches(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "stall-rank-00000.json").write_text('{"rank": 0, "step": 9, "stack": []}')
+    assert len(read_stalls(tmp_path)) == 1
+    for seconds in (0, 60):
+        recorder = start(tmp_path, StepClock(CPU), stall_seconds=seconds)
+        assert read_stalls(tmp_path) == []
+        recorder.on_end(RunEnd(step=0))
 
 
 def test_every_part_is_closed_even_if_one_fails(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
 
 from paceline.observe.phases import Current
-from paceline.observe.stall import TIMES, StallWatch, read_stalls
+from paceline.observe.stall import TIMES, StallWatch, forget_stall, read_stalls
 
 
 class Clock:
@@ -65,5 +66,29 @@ def test_a_stall_of_an_earlier_start_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / "record").mkdir()
     (tmp_path / "record" / "stall-rank-00001.json").write_text('{"rank": 1, "step": 9, "stack": []}')
     assert len(read_stalls(tmp_path)) == 1
-    watch(tmp_path, Clock(), seconds=60).close()
+    forget_stall(tmp_path, 1)
     assert read_stalls(tmp_path) == []
+
+
+def test_a_stall_before_a_time_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "record").mkdir()
+    for rank, told in ((0, 100.0), (1, 300.0)):
+        text = json.dumps({"rank": rank, "step": 9, "stack": [], "time": told})
+        (tmp_path / "record" / f"stall-rank-{rank:05d}.json").write_text(text)
+    for rank, damaged in ((2, '{"rank": 2, "step": 9, "stack": [], "time": []}'), (3, "[]"), (4, "{")):
+        (tmp_path / "record" / f"stall-rank-{rank:05d}.json").write_text(damaged)
+    assert [one["rank"] for one in read_stalls(tmp_path, since=200.0)] == [1] and len(read_stalls(tmp_path)) == 2
+
+
+def test_a_tiny_limit_does_not_keep_a_core_busy(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = []
+
+    def current() -> Current:
+        asked.append(1)
+        return clock.current()
+
+    watching = StallWatch(tmp_path, 0, seconds=1e-6, current=current, facts={}, thread_id=threading.get_ident())
+    time.sleep(0.55)
+    watching.close()
+    assert 1 <= len(asked) <= 5

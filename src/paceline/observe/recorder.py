@@ -18,7 +18,7 @@ from typing import Any
 from paceline.observe.events import StepRecord
 from paceline.observe.hooks import Hook, RunEnd, RunStart, StepEnd, StepStart
 from paceline.observe.phases import PHASES
-from paceline.observe.stall import StallWatch
+from paceline.observe.stall import StallWatch, forget_stall
 from paceline.observe.step_clock import StepClock, StepTimes
 from paceline.observe.telemetry.columns import COLUMNS, MEMORY, UNKNOWN
 from paceline.observe.telemetry.host import HostProbe, ThreadProbe
@@ -84,6 +84,7 @@ class Recorder(Hook):
         self._sampler.start()
         self._thread = ThreadProbe()
         self._collections.start()
+        forget_stall(folder, rank)
         if self._stall_seconds:
             self._watch = StallWatch(
                 folder,

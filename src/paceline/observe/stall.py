@@ -31,6 +31,7 @@ TIMES = 10
 """How many usual steps a step must have lasted."""
 _FIRST = 5
 """Times the limit for a start's first steps, which compile, and for evaluations and checkpoints, which may be long."""
+_LEAST_POLL_SECONDS = 0.1
 _LONG_PHASES = ("evaluation", "checkpoint")
 
 
@@ -55,16 +56,13 @@ class StallWatch:
         thread_id: int,
         poll_seconds: float = 1.0,
     ) -> None:
-        self.path = folder / FOLDER / f"stall-rank-{rank:05d}.json"
+        self.path = _path(folder, rank)
         self._rank, self._seconds, self._current, self._facts = rank, seconds, current, dict(facts)
         self._thread_id = thread_id
-        self._poll = min(poll_seconds, seconds / 4)
+        self._poll = max(_LEAST_POLL_SECONDS, min(poll_seconds, seconds / 4))
         self._recent: deque[float] = deque(maxlen=64)
         self._stop = threading.Event()
         self._told: tuple[int, float] = (0, 0.0)
-        with contextlib.suppress(OSError):
-            # of an earlier start: that one is over
-            self.path.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._run, name="paceline-stall", daemon=True)
         self._thread.start()
 
@@ -129,14 +127,30 @@ def _stack_of(thread_id: int) -> Iterator[str]:
         yield f"{entry.filename}:{entry.lineno} {entry.name}"
 
 
-def read_stalls(folder: Path) -> list[dict[str, Any]]:
-    """What ranks wrote, by rank; damaged files are left out."""
+def _path(folder: Path, rank: int) -> Path:
+    return folder / FOLDER / f"stall-rank-{rank:05d}.json"
+
+
+def forget_stall(folder: Path, rank: int) -> None:
+    """What the rank wrote in an earlier start: that one is over."""
+    with contextlib.suppress(OSError):
+        _path(folder, rank).unlink(missing_ok=True)
+
+
+def read_stalls(folder: Path, *, since: float = 0.0) -> list[dict[str, Any]]:
+    """What ranks wrote, by rank; damaged files are left out.
+
+    Args:
+        folder: the run folder.
+        since: Unix time; what is older is left out, such as that of ranks which the newest start does not have.
+    """
     found = []
     for path in sorted((folder / FOLDER).glob("stall-rank-*.json")):
         try:
             seen = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            is_new = float(seen.get("time", since)) >= since
+        except (OSError, ValueError, TypeError, AttributeError):
             continue
-        if isinstance(seen, dict) and {"rank", "step", "stack"} <= seen.keys():
+        if is_new and {"rank", "step", "stack"} <= seen.keys():
             found.append(seen)
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from paceline.observe.telemetry import prometheus
 from paceline.observe.telemetry.columns import GPU, MACHINE, UNKNOWN
 from paceline.observe.telemetry.host import HostProbe, ThreadProbe
 from paceline.observe.telemetry.nvml import GpuProbe
@@ -144,6 +147,41 @@ def test_the_page_is_prometheus_text() -> None:
     assert taken.port is None
     taken.close()
     server.close()
+
+
+def test_a_port_that_is_none_costs_the_page_alone(caplog: pytest.LogCaptureFixture) -> None:
+    server = PrometheusServer(65536, {}, dict, host="127.0.0.1")
+    assert server.port is None and "no Prometheus page on port 65536" in caplog.text
+    server.close()
+
+
+def test_clients_that_reset_or_say_nothing_leave_no_trace(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prometheus, "_IDLE_SECONDS", 0.1)
+    before, answered = threading.active_count(), threading.Event()
+
+    def values() -> dict[str, float]:
+        time.sleep(0.2)  # the client is gone when it is answered
+        answered.set()
+        return {f"value_{index}": 1.0 for index in range(100_000)}
+
+    server = PrometheusServer(0, {}, values, host="127.0.0.1")
+    silent = socket.create_connection(("127.0.0.1", server.port or 0))
+    resetting = socket.create_connection(("127.0.0.1", server.port or 0))
+    resetting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    resetting.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    resetting.close()
+    assert answered.wait(10)
+    until = time.monotonic() + 10
+    while threading.active_count() > before + 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert threading.active_count() <= before + 1, "only the server's own thread is left"
+    assert silent.recv(1) == b""
+    silent.close()
+    server.close()
+    told = capfd.readouterr()
+    assert not told.err and not told.out
 
 
 def test_every_sample_is_a_line_of_its_own() -> None:

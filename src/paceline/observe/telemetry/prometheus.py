@@ -15,8 +15,21 @@ log = logging.getLogger(__name__)
 Values = Mapping[str, float]
 
 
+_IDLE_SECONDS = 10.0
+"""A client that says nothing for so long is let go, and its thread with it."""
+
+
+class _QuietServer(ThreadingHTTPServer):
+    """What a client does to its connection is no news of the run."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("a request for the Prometheus page failed", exc_info=True)
+
+
 class PrometheusServer:
-    """Serves ``/metrics`` on ``port`` until closed. A port that is taken costs the page, not the run.
+    """Serves ``/metrics`` on ``port`` until closed. A port that is taken, or is none, costs the page, not the run.
 
     Args:
         labels: on every sample, such as run and rank.
@@ -29,6 +42,8 @@ class PrometheusServer:
         body = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = _IDLE_SECONDS
+
             def do_GET(self) -> None:
                 if self.path.split("?")[0] not in ("/metrics", "/"):
                     self.send_error(404)
@@ -45,11 +60,10 @@ class PrometheusServer:
 
         self._server: ThreadingHTTPServer | None = None
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
-        except OSError as error:
+            self._server = _QuietServer((host, port), Handler)
+        except (OSError, OverflowError) as error:
             log.warning("no Prometheus page on port %d: %s (observe.prometheus_port)", port, error)
             return
-        self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="paceline-prometheus", daemon=True).start()
 
     @property
