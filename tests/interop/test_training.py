@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from paceline.checkpoint.weights import ForeignWeights
+from paceline.checkpoint.weights import ExportJob, ForeignWeights
 from paceline.config.load import load_recipe, resolve
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, TrainingError
 from paceline.interop import formats
 from paceline.interop.compare import logits_of
 from paceline.interop.convert import Options, convert
+from paceline.interop.hf_export import export_hub
 from paceline.interop.sources import open_source
 from paceline.observe.events import read_metrics
 from paceline.runtime.process import ProcessInfo
 from paceline.runtime.signals import StopRequest
+from paceline.training.resume import refuse_start
 from paceline.training.run import run_in_group
 from tests import distributed
 from tests.interop import hub_folders as hub
@@ -169,3 +174,85 @@ def test_a_plugin_brings_its_own_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two plugins register the export 'x'"):
         recipe.registry.export("x", print)
         recipe.registry.export("x", print)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def alone(overrides: Sequence[str], write: Callable[[ExportJob], None] = export_hub) -> None:
+    """A run in this process, with ``write`` as its export."""
+    recipe = resolve({}, list(overrides))
+    formats.register(recipe.registry)
+    recipe.registry.exports["hf"] = write
+    run_in_group(recipe, ProcessInfo(), torch.device("cpu"), StopRequest())
+
+
+def no_space(job: ExportJob) -> None:
+    half = job.folder.with_name(f"{job.folder.name}.tmp-1234abcd")
+    half.mkdir(parents=True)
+    job.ranks.from_first(f"writing {job.folder}", lambda: full_disk())
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def interrupted(job: ExportJob) -> None:
+    job.folder.with_name(f"{job.folder.name}.tmp-1234abcd").mkdir(parents=True)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("write", [no_space, interrupted])
+def test_a_last_export_that_failed_is_finished_by_the_same_command(
+    write: Callable[[ExportJob], None], tmp_path: Path, one_process: None
+) -> None:
+    source, data = hub.save("llama", tmp_path / "hf"), write_dataset(tmp_path / "data")
+    recipe, folder = recipe_of(source, tmp_path / "run", data), tmp_path / "run"
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+        alone(recipe, write)
+    if write is no_space:
+        assert "step_00000002 could not be written" in str(caught.value) and "Free space" in str(caught.value)
+        assert f"paceline convert {folder}" in str(caught.value)
+    assert not list((folder / "exports").iterdir()) and not (folder / "summary.json").exists()
+    metrics = (folder / "metrics.jsonl").read_text()
+    refuse_start(resolve({}, recipe).config)
+    alone(recipe)
+    assert [path.name for path in (folder / "exports").iterdir()] == ["step_00000002"]
+    assert (folder / "metrics.jsonl").read_text() == metrics
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    convert(open_source(folder), tmp_path / "converted", Options(to="hf"))
+    assert hub.same(hub.tensors(tmp_path / "converted"), hub.tensors(folder / "exports/step_00000002"))
+    with pytest.raises(TrainingError, match="nothing left to train") as nothing:
+        alone(recipe)
+    assert "paceline convert" in nothing.value.next_step
+
+
+def test_an_export_from_before_the_run_went_back_is_written_anew(tmp_path: Path, one_process: None) -> None:
+    source, data = hub.save("llama", tmp_path / "hf"), write_dataset(tmp_path / "data")
+    exports = tmp_path / "run/exports"
+    recipe = recipe_of(source, tmp_path / "run", data, "checkpoint.export_interval=1", "checkpoint.interval=1")
+    alone(recipe)
+    before = {step: hub.tensors(exports / f"step_0000000{step}") for step in (1, 2)}
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000002")
+    alone([*recipe, "optim.lr=0.1", "optim.schedule=constant", 'checkpoint.allow_change=["lr"]'])
+    told = "".join(path.read_text() for path in (tmp_path / "run/logs").iterdir())
+    assert "step_00000002 is from before" in told and "step_00000001 is from before" not in told
+    assert hub.same(before[1], hub.tensors(exports / "step_00000001"))
+    assert not hub.same(before[2], hub.tensors(exports / "step_00000002"))
+    assert sorted(path.name for path in exports.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_an_export_on_the_way_that_failed_is_written_first(tmp_path: Path, one_process: None) -> None:
+    source, data = hub.save("llama", tmp_path / "hf"), write_dataset(tmp_path / "data")
+    more = ["checkpoint.export_interval=1", "checkpoint.interval=1", "checkpoint.async_save=false"]
+    recipe = recipe_of(source, tmp_path / "run", data, *more)
+    with pytest.raises(CheckpointError, match="step_00000001 could not be written"):
+        alone(recipe, no_space)
+    assert (tmp_path / "run/checkpoints/step_00000001").is_dir()
+    alone(recipe)
+    exports = tmp_path / "run/exports"
+    assert sorted(path.name for path in exports.iterdir()) == ["step_00000001", "step_00000002"]

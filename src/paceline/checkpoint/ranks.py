@@ -131,8 +131,9 @@ def _as_checkpoint_error(doing: str, failures: dict[int, PacelineError]) -> Pace
     shown = [f"rank {rank}: {error.subject}" for rank, error in failures.items()]
     more = f"; and {len(shown) - 4} more ranks" if len(shown) > 4 else ""
     return CheckpointError(
-        f"A checkpoint failed while {doing}.",
+        f"{doing[:1].upper()}{doing[1:]} failed.",
         evidence="; ".join(shown[:4]) + more + ".",
         next_step=first.evidence
-        or "None that was there has changed: the same command goes on from the newest whole one, if there is one.",
+        or "No checkpoint that was there has changed: the same command goes on from the newest whole one, "
+        "if there is one.",
     )

@@ -50,7 +50,7 @@ def export_hub(job: ExportJob) -> None:
         ranks.from_first(f"making {temporary}", create)
         ranks.gather(f"writing {job.folder}", lambda: _write(job, writer, mine))
         ranks.from_first(f"completing {job.folder}", lambda: _publish(temporary, job.folder, writer))
-    except CheckpointError:
+    except BaseException:  # also Ctrl-C
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise

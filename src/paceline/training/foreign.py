@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from paceline.checkpoint.locate import folder_name
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.weights import COMPANIONS, CheckpointSource, ExportJob, ForeignWeights, companions, fill
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
+from paceline.errors import CheckpointError
 from paceline.models.precision import compute_dtype
+from paceline.training.exports import clean_exports, export_folder, is_current, make_room, put_in_place
 from paceline.training.setup import Parts
 
 log = logging.getLogger(__name__)
-
-EXPORTS = "exports"
-"""In the run folder."""
 
 
 def load_initial(parts: Parts, registry: Registry, run_folder: Path, ranks: Ranks) -> None:
@@ -72,27 +71,47 @@ class Exporter:
         return self._write is not None and (last or (interval > 0 and step % interval == 0))
 
     def export(self, step: int) -> None:
-        """Collective. One that is there already, from before a restart, is kept.
+        """Collective. One that is there already is kept, unless the run has gone back since and come here again.
 
         Raises:
-            CheckpointError: it could not be written; nothing of it is left.
+            CheckpointError: it could not be written; nothing of it is left, and what was there before still is.
         """
         assert self._write is not None
-        folder = self._run_folder / EXPORTS / folder_name(step)
-        if self._ranks.from_first("looking for an export", folder.exists):
+        folder, first = export_folder(self._run_folder, step), self._ranks.from_first
+        if first("looking for an export", lambda: is_current(folder)):
             return
-        config = self._parts.config
-        self._write(
-            ExportJob(
-                folder=folder,
-                model=config.model,
-                values=self._parts.engine.weights(),
-                dtype=compute_dtype(config.train.precision),
-                files=self._ranks.from_first("looking for files", lambda: self._files()),
-                ranks=self._ranks,
-            )
-        )
+        try:
+            target = first("making room for an export", lambda: make_room(folder))
+            self._write(self._job(target))
+            first(f"completing {folder}", lambda: put_in_place(target, folder))
+        except BaseException as error:
+            if self._ranks.is_first:
+                with suppress(OSError):
+                    clean_exports(folder.parent)
+            if isinstance(error, CheckpointError):
+                raise self._failure(folder, error) from error
+            raise
         log.info("exported %s", folder)
+
+    def _job(self, folder: Path) -> ExportJob:
+        config = self._parts.config
+        return ExportJob(
+            folder=folder,
+            model=config.model,
+            values=self._parts.engine.weights(),
+            dtype=compute_dtype(config.train.precision),
+            files=self._ranks.from_first("looking for files", lambda: self._files()),
+            ranks=self._ranks,
+        )
+
+    def _failure(self, folder: Path, error: CheckpointError) -> CheckpointError:
+        by_hand = f" Or make it of a checkpoint: `paceline convert {self._run_folder} NEW-FOLDER`."
+        return CheckpointError(
+            f"the export {folder} could not be written",
+            evidence="\n  ".join(filter(None, (error.subject, error.evidence))),
+            next_step=f"{error.next_step} Where no step is left, the same command writes the export alone."
+            + by_hand * (self._parts.config.checkpoint.export == "hf"),
+        )
 
     def _files(self) -> dict[str, Path]:
         found = companions(self._run_folder)

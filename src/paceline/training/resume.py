@@ -20,6 +20,7 @@ from paceline.config.run import RunConfig
 from paceline.data.build import Datasets
 from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
 from paceline.observe.events import MAY_DIFFER, RunFolder
+from paceline.training.exports import lacks_last_export
 from paceline.training.trainer import Progress
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -152,21 +153,23 @@ def _other_recipe(
 
 
 def find_start(checkpoint: Checkpoint | None, config: RunConfig) -> Start:
-    """Where to begin, given the newest whole checkpoint.
+    """Where to begin, given the newest whole checkpoint; at the last step where only the export is left to do.
 
     Raises:
-        TrainingError: all steps of the recipe are done.
+        TrainingError: all steps of the recipe are done, and so is the export.
     """
     if checkpoint is None:
         return Start(checkpoint=None, progress=Progress())
     state = checkpoint.state()
-    if state.step >= config.train.steps:
+    only_export = state.step == config.train.steps and lacks_last_export(config)
+    if state.step >= config.train.steps and not only_export:
         raise TrainingError(
             f"nothing left to train: the run stands at step {state.step} of {config.train.steps}",
             evidence=f"{checkpoint.folder} is its newest checkpoint.",
             next_step=f"Train on with more steps: --set train.steps={state.step + config.train.steps} "
             "--set 'checkpoint.allow_change=[\"lr\"]' (the schedule then ends later). A new run, with another "
-            f"layout or not: {_new_run(config)}.",
+            f"layout or not: {_new_run(config)}. Its weights for other programs: "
+            f"`paceline convert {config.run.folder} NEW-FOLDER`.",
         )
     progress = Progress(
         step=state.step,

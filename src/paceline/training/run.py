@@ -34,6 +34,7 @@ from paceline.runtime.process import ProcessInfo, launch_findings, process_group
 from paceline.runtime.seed import seed_all, set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
+from paceline.training.exports import mark_outdated
 from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.foreign import Exporter, load_initial
 from paceline.training.persist import RunSaver, restore
@@ -179,11 +180,17 @@ class _Run:
             log.info("optimizer groups\n%s", parts.optimizer.describe())
             for report in datasets.reports:
                 log.info("%s", report)
+        self._mark_exports(start.progress.step)
         saver = RunSaver(parts, self.manager, datasets)
         recorder = build_recorder(parts)
         hooks = self._hooks([] if recorder is None else [recorder, build_capture(parts, recorder)])
         trainer = self._trainer(parts, datasets, saver, hooks, start.progress, recorder)
         return _Opened(start=start, datasets=datasets, parts=parts, saver=saver, trainer=trainer, hooks=hooks)
+
+    def _mark_exports(self, step: int) -> None:
+        marked = self.ranks.from_first("looking at exports", lambda: mark_outdated(self.folder.path, step))
+        for folder in marked if self.info.is_main else ():
+            log.warning("%s is from before this run went on from step %d: it is written anew at its step", folder, step)
 
     def _datasets(self, start: Start) -> Datasets:
         progress = start.progress
