@@ -56,6 +56,14 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         (1, ("model.mtp_loss_coef=0.1",), "model.mtp_loss_coef = 0.1"),
         (1, ("model.sliding_window_period=2",), "model.sliding_window_period = 2"),
         (1, ("observe.sample_tokens=5",), "observe.sample_tokens = 5"),
+        (1, ("observe.record=false",), ""),
+        (1, ("observe.prometheus_port=9000", "observe.stall_seconds=0"), ""),
+        (
+            1,
+            ("observe.record=false", "observe.prometheus_port=9000", "observe.stall_seconds=30.0"),
+            "observe.stall_seconds = 30.0 and observe.prometheus_port = 9000 have no effect here: there is no record",
+        ),
+        (1, ("observe.record=false", "observe.capture_at=[5]"), "observe.capture_at = [5] has no effect here"),
         (1, ("checkpoint.export_interval=5",), "checkpoint.export_interval = 5 has no effect here: nothing is"),
     ],
 )

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from paceline.config.asked import Asked, show
 from paceline.config.model import MoEConfig
+from paceline.config.observe import OF_RECORD
 from paceline.config.train import TrainConfig
 from paceline.report.finding import Finding
 
@@ -186,6 +187,11 @@ OPTIONS = (
         keys=("observe.sample_tokens", "observe.sample_temperature"),
         where=lambda asked: not asked.config.observe.sample_prompts,
         because="there are no observe.sample_prompts to continue.",
+    ),
+    Idle(
+        keys=tuple(f"observe.{name}" for name in OF_RECORD),
+        where=lambda asked: not asked.config.observe.record,
+        because="there is no record (observe.record = false).",
     ),
 )
 

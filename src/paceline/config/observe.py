@@ -9,6 +9,16 @@ from pydantic import Field, model_validator
 from paceline.config.base import Section, Several
 from paceline.errors import ConfigError
 
+OF_RECORD = (
+    "record_limit_mb",
+    "capture_at",
+    "capture_steps",
+    "capture_ranks",
+    "stall_seconds",
+    "prometheus_port",
+)
+"""Options that need `ObserveConfig.record`."""
+
 
 class ObserveConfig(Section):
     """What is recorded, and where it goes. `metrics.jsonl` in the run folder is always written."""
