@@ -14,6 +14,7 @@ from paceline.cli import main as command_line
 from paceline.config.load import resolve
 from paceline.costs.layers import training_flops_per_token
 from paceline.observe.hooks import StepEnd
+from paceline.observe.telemetry.record import RecordWriter
 from paceline.runtime.gemm import sustained_gemm
 from tests.cli.commands import LAUNCHER
 from tests.training import runs
@@ -34,6 +35,8 @@ def test_one_json_line_with_consistent_numbers(
 ) -> None:
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
+    recorded: list[int] = []
+    monkeypatch.setattr(RecordWriter, "put", lambda self, line: recorded.append(line[0]))
     recipe, out = tmp_path / "tiny.toml", tmp_path / "results" / "lines.jsonl"
     recipe.write_text("")
     # data, checkpoints and the run folder of the recipe are left alone
@@ -45,6 +48,7 @@ def test_one_json_line_with_consistent_numbers(
         with pytest.raises(SystemExit) as end:
             command_line.main()
         assert not end.value.code
+    assert recorded == [*range(1, 7)] * 2, "a run has its record, so the bench has it"
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert lines == out.read_text().splitlines() and len(lines) == 2
@@ -117,7 +121,7 @@ def test_gemm_counts_what_it_multiplied() -> None:
     rate = sustained_gemm(torch.device("cpu"), seconds=0.05)
     assert rate.size == 1024 and rate.dtype == "float32"
     repeats = rate.tflops * 1e12 * rate.seconds / (2 * rate.size**3)
-    assert repeats == pytest.approx(round(repeats)) and repeats >= 1
+    assert round(repeats) >= 1 and repeats == pytest.approx(round(repeats))
 
 
 def test_gemm_in_fp8() -> None:

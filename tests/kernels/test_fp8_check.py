@@ -41,3 +41,14 @@ def test_a_wrong_kernel_is_named_and_not_used(caplog: pytest.LogCaptureFixture) 
         assert not kernel_is_right("casts", lambda: "turns wrongly")
     assert "casts are made of operations of torch" in caplog.text and "turns wrongly" in caplog.text
     assert kernel_is_right("casts", lambda: "")
+
+
+def test_a_kernel_that_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+
+    def check() -> str:
+        raise RuntimeError("Failed to find C compiler")
+
+    with caplog.at_level(logging.WARNING):
+        assert not kernel_is_right("casts", check)
+    assert "RuntimeError: Failed to find C compiler" in caplog.text

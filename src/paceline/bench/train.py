@@ -1,4 +1,4 @@
-"""How fast does a recipe train? The trainer's own loop on synthetic data, with nothing left out and nothing added."""
+"""How fast does a recipe train? The trainer's own loop on synthetic data, record of every step included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.config.load import Recipe, resolve
 from paceline.config.run import RunConfig
-from paceline.observe.hooks import Hook, Hooks, StepEnd, StepStart
+from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart, StepEnd, StepStart
+from paceline.observe.phases import NO_PHASES
+from paceline.observe.recorder import Recorder
 from paceline.parallel.collectives import all_reduce_number
 from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
 from paceline.runtime.gemm import GemmRate, sustained_gemm
@@ -29,6 +31,7 @@ from paceline.runtime.seed import set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
 from paceline.training.feed import Feed, open_datasets
+from paceline.training.recording import build_recorder
 from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, energy_reader, rates
 from paceline.training.start_up import StartUpHook
 from paceline.training.trainer import Progress, Trainer
@@ -97,13 +100,21 @@ def bench_train(
         parts = build_parts(config, recipe.registry, info, device, done=start_clock.done)
         clock, energy = StepClock(device), _EnergyAfterWarmUp(energy_reader(device), warm_up, steps)
         told = _Teller(tell, warm_up, steps)
-        hooks = Hooks([clock, energy, _PeakAfterWarmUp(device, warm_up), told, StartUpHook(start_clock)])
-        trainer = _trainer(parts, recipe, folder, hooks)
+        recorder = build_recorder(parts)
+        hooks = Hooks(
+            [
+                *(() if recorder is None else (recorder,)),
+                *(clock, energy, _PeakAfterWarmUp(device, warm_up), told, StartUpHook(start_clock)),
+            ]
+        )
+        trainer = _trainer(parts, recipe, folder, hooks, recorder)
         try:
             trainer.run(stop)
         finally:
             trainer.feed.close()
             trainer.manager.close()
+            if recorder is not None:
+                recorder.on_end(RunEnd(step=trainer.progress.step))
         # of the fullest rank: pipeline stages differ
         peak = all_reduce_number(
             memory_stats(device).peak_bytes, parts.mesh["world"], "bench/peak_memory", device, op=dist.ReduceOp.MAX
@@ -204,15 +215,24 @@ class _NoSaver:
         """A bench keeps nothing."""
 
 
-def _trainer(parts: Parts, recipe: Recipe, folder: Path, hooks: Hooks) -> Trainer:
+def _trainer(parts: Parts, recipe: Recipe, folder: Path, hooks: Hooks, recorder: Recorder | None) -> Trainer:
+    """``recorder``: writes into ``folder``, from now on."""
     config = parts.config
     samples = config.train.steps * config.train.global_batch_size
     datasets = open_datasets(config, recipe.registry, train_samples=samples)
     ranks = Ranks.create(timedelta(seconds=config.cluster.timeout_seconds))
+    feed = Feed.open(datasets.train, config, parts.mesh, parts.device, start_sample=0)
+    if recorder is not None:
+        recorder.ready = lambda: feed.ready
+        start = RunStart(
+            run_name=config.run.name, run_dir=folder, start_step=0, total_steps=config.train.steps,
+            rank=parts.info.rank, world_size=parts.info.world_size, device=str(parts.device),
+        )  # fmt: skip
+        recorder.on_start(start)
     return Trainer(
         config,
         step=parts.step,
-        feed=Feed.open(datasets.train, config, parts.mesh, parts.device, start_sample=0),
+        feed=feed,
         meter=build_meter(parts),
         saver=_NoSaver(),
         manager=CheckpointManager(folder, config.checkpoint, ranks=ranks),
@@ -221,6 +241,7 @@ def _trainer(parts: Parts, recipe: Recipe, folder: Path, hooks: Hooks) -> Traine
         progress=Progress(),
         device=parts.device,
         experts=build_expert_meter(config, parts.device),
+        phases=NO_PHASES if recorder is None else recorder.clock,
     )
 
 

@@ -94,9 +94,11 @@ def _pins(package: str) -> dict[str, str]:
 
 
 def _has_flash_attention_4() -> bool:
-    if importlib.util.find_spec("flash_attn") is None:
+    try:
+        # the second imports the package itself, which may be FlashAttention-2 for another torch, and fail in any way
+        return bool(importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"))
+    except Exception:  # noqa: BLE001
         return False
-    return importlib.util.find_spec("flash_attn.cute") is not None
 
 
 def _cudnn(number: str) -> str:

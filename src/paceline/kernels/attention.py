@@ -134,6 +134,7 @@ def flash4_attention(
 ) -> Tensor:
     """FlashAttention-4 for whole causal or unmasked sequences, where `why_no_flash4_here` is empty."""
     if softcap or not mask.is_plain:
+        _note_fallback("what 'auto' takes", "FlashAttention-4 is used for whole sequences without softcap only")
         return auto_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, softcap=softcap, dropout=dropout)
     if reason := why_not_flash4(q_BTHD, k_BSGD, v_BSGE, dropout):
         _note_fallback("cuDNN's or another kernel of torch", reason)

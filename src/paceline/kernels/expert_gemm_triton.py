@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
     adds to the same numbers, so that the order of sums is fixed all the same."""
     bulk: bool = False
     """Weight gradients are stored, and added to their sums, by the bulk copy engine (TMA), where sizes allow: the
-    program hands a whole tile over and goes on to the next one."""
+    program hands a whole tile over and goes on to the next one. In bf16 it rounds a product before it adds it."""
     descriptors: bool = False
     """Matrices, and rows that are not picked, are loaded by the bulk copy engine (TMA), where sizes allow."""
     registers: int = 0
@@ -169,9 +169,11 @@ def _launch_rows(
 
 
 def _describable(values: Tensor, matrix_EXY: Tensor) -> bool:
-    """Sizes that the copy engine takes: each row begins at a multiple of 16 bytes."""
+    """What the copy engine takes: each row begins at a multiple of 16 bytes."""
     deep = matrix_EXY.mT.is_contiguous()
-    aligned = all(size * matrix_EXY.itemsize % 16 == 0 for size in (*matrix_EXY.shape[1:], values.shape[1]))
+    aligned = matrix_EXY.data_ptr() % 16 == values.data_ptr() % 16 == 0 and all(
+        size * matrix_EXY.itemsize % 16 == 0 for size in (*matrix_EXY.shape[1:], values.shape[1])
+    )
     return aligned and (deep or matrix_EXY.is_contiguous())
 
 
@@ -193,7 +195,7 @@ def weight_product(grad: Rows, x: Rows, out_EDX: Tensor, *, first: bool, tiles: 
     blocks = _blocks(tiles, E)
     del blocks["PADDED"]
     even = D % tiles.rows == 0 and X % tiles.columns == 0
-    bulk = tiles.bulk and even
+    bulk = tiles.bulk and even and out_EDX.data_ptr() % 16 == 0 and X * out_EDX.itemsize % 16 == 0
     _expert_weight_kernel[grid](
         grad.values.contiguous(),
         x.values.contiguous(),

@@ -39,7 +39,7 @@ def why_not_flash4(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGE: Tensor, dropout: floa
     if q_BTHD.shape[-1] not in WIDTHS or v_BSGE.shape[-1] != q_BTHD.shape[-1]:
         return f"the heads are not {', '.join(map(str, WIDTHS))} wide"
     if q_BTHD.shape[1] != k_BSGD.shape[1]:
-        return "there are more keys than queries"
+        return "there are not as many keys as queries"
     return ""
 
 
@@ -51,11 +51,12 @@ def why_no_flash4_here() -> str:
     major, minor = torch.cuda.get_device_capability()
     if major not in (9, 10):
         return f"FlashAttention-4 is for Hopper and Blackwell (this is sm_{major}{minor})"
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-        return "the package flash-attn-4 is not installed (pip install 'flash-attn-4[cu13]')"
     try:
+        # the second imports the package itself, which may be FlashAttention-2 for another torch
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return "the package flash-attn-4 is not installed (pip install 'flash-attn-4[cu13]')"
         interface = _interface()
-    except (AttributeError, ImportError, RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - of somebody else's package
         return f"it does not load here ({type(error).__name__}: {error})"
     lacking = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(interface, name)]
     return f"this release of it has no {lacking[0]}" if lacking else ""

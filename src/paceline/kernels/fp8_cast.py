@@ -151,8 +151,7 @@ def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Te
 def cast_weights_both(parts: Sequence[Tensor], scaling: Scaling, parted: Parted | None = None) -> tuple[Fp8, Fp8]:
     """(`cast_rows`, `cast_columns`) of matrices, one under the other, in e4m3. Not for compiled code.
 
-    Nothing is there to fuse with: on a GPU the one kernel takes a third of the traffic, and
-    operations of torch turn fp8 numbers element by element (28 of the 1,136 ms of a step: docs/benchmarks.md).
+    Nothing is there to fuse with, so on a GPU the one kernel does it, with a third of the traffic.
     """
     if scaling == "tensorwise" and _by_triton(parts[0]):
         factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), E4M3)

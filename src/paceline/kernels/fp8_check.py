@@ -24,9 +24,12 @@ def kernel_is_right(what: str, check: Callable[[], str]) -> bool:
     """Whether Triton is there and ``check`` finds nothing; what it finds is logged. For a cached function."""
     if not has_triton():
         return False
-    reason = check()
+    try:
+        reason = check()
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, torch can do the work
+        reason = f"does not compile or run ({type(error).__name__}: {str(error).strip()[:200]})"
     if reason:
-        log.warning(f"fp8 {what} are made of operations of torch: compiled here, the Triton kernel {reason}")
+        log.warning(f"fp8 {what} are made of operations of torch: the Triton kernel {reason} here")
     return not reason
 
 
