@@ -246,6 +246,15 @@ def test_an_export_from_before_the_run_went_back_is_written_anew(tmp_path: Path,
     assert sorted(path.name for path in exports.iterdir()) == ["step_00000001", "step_00000002"]
 
 
+def test_a_run_goes_on_when_its_first_weights_have_moved(tmp_path: Path, one_process: None) -> None:
+    source, data = hub.save("llama", tmp_path / "hf"), write_dataset(tmp_path / "data")
+    recipe = recipe_of(source, tmp_path / "run", data, "optim.schedule=constant")
+    alone(recipe)
+    source.rename(tmp_path / "moved")
+    alone([*recipe, "train.steps=3"])
+    assert [record.step for record in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
 def test_an_export_on_the_way_that_failed_is_written_first(tmp_path: Path, one_process: None) -> None:
     source, data = hub.save("llama", tmp_path / "hf"), write_dataset(tmp_path / "data")
     more = ["checkpoint.export_interval=1", "checkpoint.interval=1", "checkpoint.async_save=false"]
