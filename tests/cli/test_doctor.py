@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.doctor import app
+from paceline.cli.start import start
 from paceline.doctor.hardware import live
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
+from paceline.runtime.host import HostMemory
 from tests.cli.commands import paceline
 from tests.doctor.hardware.machines import Nvml, smi
 from tests.doctor.nccl import logs
@@ -99,6 +102,27 @@ def test_smi_and_lspci(files: Path) -> None:
     assert "topology.acs" in ids(doctor("--lspci", str(files / "lspci.txt"), "--json"))
 
 
+def test_the_matrix_says_how_many_gpus_there_are(files: Path) -> None:
+    both = files / "two.txt"
+    both.write_text(2 * nodes.nvswitch())
+    for name, count in (("topo.txt", 8), ("two.txt", 16)):
+        done = doctor(LLAMA, "--topo", str(files / name), "--set", "train.global_batch_size=16", "--json")
+        assert not [one for one in json.loads(done.out)["findings"] if "one rank" in one["subject"]]
+        assert f"There are {count} GPUs" in ids(done)["recipe.no-cluster"]["evidence"]
+
+
+def test_variables_beside_a_recipe_of_another_machine(files: Path) -> None:
+    env = files / "seen.txt"
+    env.write_text("OMP_NUM_THREADS=64\nPYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n")
+    done = doctor(LLAMA, "--topo", str(files / "topo.txt"), "--env", str(env), "--gpu", "H100-80", "--json")
+    found = ids(done)
+    assert found["env.threads"]["subject"] == "OMP_NUM_THREADS=64 for 8 processes on 112 cores"
+    assert found["recipe.memory"]["severity"] == "warning"
+    assert "expandable" not in found["recipe.memory"]["next_step"]
+    env.write_text("OMP_NUM_THREADS=14\n")
+    assert "env.threads" not in ids(doctor("--topo", str(files / "topo.txt"), "--env", str(env), "--json"))
+
+
 # ---- this machine
 
 
@@ -165,6 +189,23 @@ def test_a_cpu_recipe_on_this_machine() -> None:
     assert "recipe.no-cluster" in ids(done) and "hardware.no-gpu" in ids(done)
 
 
+def test_what_train_refuses_for_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory(total=int(23.5 * 2**30), available=20 * 2**30)
+    monkeypatch.setattr("paceline.cli.doctor_memory.host_memory", lambda: memory)
+    monkeypatch.setattr("paceline.cli.start.host_memory", lambda: memory)
+    large = str(ROOT / "recipes" / "llama3_1b.toml")
+    done = doctor(large, "--json")
+    with pytest.raises(ConfigError) as refused:
+        start(["train", large], large, (), None, lambda recipe, info: 0)
+    finding = ids(done)["recipe.host-memory"]
+    assert done.code == 1 and finding["severity"] == "error"
+    assert finding["subject"] == refused.value.subject and "this host has 23.50 GiB" in finding["subject"]
+    assert finding["next_step"] == refused.value.next_step
+    off = doctor(large, "--set", "cluster.check_host_memory=false", "--json")
+    assert off.code == 0 and ids(off)["recipe.host-memory"]["severity"] == "warning"
+    assert "recipe.host-memory" not in ids(doctor(large, "--gpus", "4", "--gpu", "H100-80", "--json"))
+
+
 # ---- logs
 
 
@@ -191,6 +232,12 @@ def test_the_page(files: Path) -> None:
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert doctor("nccl", str(files / "nccl.log"), "--html", str(page)).code == 0
     assert "nccl.channels" in page.read_text()
+
+
+def test_help_says_where_the_options_are() -> None:
+    assert "paceline doctor check --help" in doctor("--help").out
+    options = doctor("check", "--help").out
+    assert "--nodes-of" in options and "default: 0" not in options
 
 
 # ---- bad use
@@ -221,6 +268,19 @@ def test_bad_use_is_code_2(files: Path, arguments: tuple[str, ...], says: str) -
     names = {"FOLDER": "", "BINARY": "binary", "EMPTY": "empty", "ENV": "env.txt", "TOPO": "topo.txt"}
     done = doctor(*(str(files / names[each]) if each in names else each for each in arguments))
     assert done.code == 2 and says in done.error
+
+
+def test_recipes_that_could_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "Recipes in" not in doctor("nofile.toml").error
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    (tmp_path / "broken.toml").write_text("[model\n")
+    (tmp_path / "mine.toml").write_text('[model]\npreset = "llama3_8b"\n')
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "longer.toml").write_text('extends = "../mine.toml"\n')
+    done = doctor("nofile.toml")
+    assert done.code == 2 and "Recipes in recipes: longer.toml. Recipes in .: mine.toml." in done.error
+    assert done.error.count("longer.toml") == 1 == doctor("recipes/nofile.toml").error.count("longer.toml")
 
 
 def test_utf16_as_powershell_writes_it(files: Path) -> None:
@@ -304,6 +364,18 @@ def test_bad_use_of_measuring(files: Path, arguments: tuple[str, ...], says: str
     names = {"TOPO": "topo.txt", "ENV": "env.txt"}
     done = doctor(*(str(files / names[each]) if each in names else each for each in arguments))
     assert done.code == 2 and says in done.error
+
+
+def test_why_no_calibration_is_written(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.doctor.measured.machines import healthy
+
+    measured = healthy(1, 2)
+    unknown = replace(measured, ranks=tuple(replace(one, device="CPU") for one in measured.ranks))
+    monkeypatch.setattr("paceline.cli.doctor_measure.measure_here", lambda config, wish, own: (unknown, []))
+    out = files / "c.toml"
+    finding = ids(doctor("--measure", "--out", str(out), "--json"))["measured.no-calibration"]
+    assert f"{out} is not written" in finding["subject"] and "no CPU" in finding["evidence"] and not out.exists()
+    assert "measured.no-calibration" not in ids(doctor("--measure", "--out", "", "--json"))
 
 
 def test_a_measurement_is_judged_and_written(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config.load import Recipe, resolve
+from paceline.config.load import Recipe, load_recipe, resolve
 from paceline.costs.profiles import PACELINE
 from paceline.costs.workload import Cluster
 from paceline.doctor.config import file_system, judge_count, judge_files, judge_recipe
@@ -103,3 +103,24 @@ def test_the_number_of_gpus_of_a_node() -> None:
     given = recipe(cluster={"nodes": 2, "gpus_per_node": 8}).config
     assert [one.id for one in judge_count(given, 4)] == ["recipe.gpus"]
     assert list(judge_count(given, 8)) == [] == list(judge_count(recipe().config, 4))
+
+
+def test_no_advice_to_set_what_is_set_already() -> None:
+    given = load_recipe(Path(__file__).parent.parent.parent / "recipes" / "llama3_8b.toml")
+    tight = found(given, cluster())["recipe.memory"]
+    assert tight.severity == "warning" and "expandable_segments:True" in tight.next_step
+    assert "recompute=selective" not in tight.next_step and "--set parallel.recompute=full (" in tight.next_step
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        step = found(given, cluster(), environ={name: "expandable_segments:True"})["recipe.memory"].next_step
+        assert "expandable_segments" not in step and "recompute=full" in step
+    off = found(given, cluster(), environ={"PYTORCH_ALLOC_CONF": "expandable_segments:False"})["recipe.memory"]
+    assert "expandable_segments:True" in off.next_step
+
+
+def test_the_number_of_ranks_is_known_without_a_card() -> None:
+    given = recipe(parallel={"zero": 1, "reduce_dtype": "bf16"})
+    one = found(given, None, gpus=1)
+    assert any("one rank" in finding.subject for finding in one.values())
+    eight = found(given, None, gpus=8)
+    assert not any("one rank" in finding.subject for finding in eight.values())
+    assert "There are 8 GPUs" in eight["recipe.no-cluster"].evidence

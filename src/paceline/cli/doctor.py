@@ -31,6 +31,7 @@ def _doctor() -> None:
     [bold]paceline doctor[/bold] looks at this machine (the same as `paceline doctor check`),
     [bold]paceline doctor RECIPE[/bold] at a recipe on it as well. Another machine is described
     by files. Exit code: 0 without errors, 1 with, 2 for bad use.
+    All options: [bold]paceline doctor check --help[/bold].
 
       paceline doctor recipes/llama3_8b.toml
       paceline doctor recipes/llama3_8b.toml --topo topo.txt --env env.txt --gpus 16 --gpu H100-80
@@ -53,7 +54,12 @@ def check(
     lspci: Annotated[str, typer.Option("--lspci", help="Text of `sudo lspci -vvv`: is PCIe ACS on?")] = "",
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=2**20, help="GPUs in all.")] = None,
     gpu: Annotated[str, typer.Option("--gpu", help="H100-80, A100-80 ..., or a file that describes one (TOML).")] = "",
-    nodes_of: Annotated[int, typer.Option("--nodes-of", min=0, max=1024, help="GPUs of a node; default 8.")] = 0,
+    nodes_of: Annotated[
+        int,
+        typer.Option(
+            "--nodes-of", min=0, max=1024, show_default=False, help="GPUs of a node; default: as seen, else 8."
+        ),
+    ] = 0,
     interconnect: Annotated[
         str, typer.Option("--interconnect", help="Between nodes: ib400, roce400, eth25 ..., or GB/s.")
     ] = "",

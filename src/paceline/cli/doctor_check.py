@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.cli.doctor_machine import Machine, add_machine, look_here, node_findings, of_other_nodes, seen_cards
+from paceline.cli.doctor_memory import judge_host_memory
 from paceline.config.load import Recipe
+from paceline.config.run import RunConfig
 from paceline.costs.hardware import find_hardware
 from paceline.costs.workload import Cluster
-from paceline.doctor.config import judge_count, judge_files, judge_recipe
+from paceline.doctor.config import Judgement, judge_count, judge_files, judge_recipe
 from paceline.doctor.environment.settings import parse_settings
 from paceline.doctor.environment.visible import visible_gpus
 from paceline.doctor.examination import Examination
@@ -18,6 +20,7 @@ from paceline.doctor.hardware.card import Card
 from paceline.doctor.hardware.smi import parse_smi
 from paceline.doctor.measured.record import Measured
 from paceline.doctor.text_file import read_text
+from paceline.doctor.topology.judge import judge as judge_topology
 from paceline.doctor.topology.matrix import LinkMatrix, parse_matrices
 from paceline.doctor.topology.wiring import binding
 from paceline.errors import ConfigError
@@ -88,9 +91,11 @@ def examine(asked: Asked) -> Examination | None:
     every = _cards(asked, machine)
     cards = seen_cards(every, variables) if asked.smi else list(machine.cards) if machine else []
     matrices, unread = _matrices(asked, machine)
+    cores = len(matrices[0].cpu_numbers) if matrices else 0
     matrices = [_as_seen(matrix, variables, every) for matrix in matrices]
     per_node = len(cards) or (len(matrices[0].gpus) if matrices else 0)
-    cluster = _cluster(asked, recipe, cards, per_node, info)
+    there = sum(len(matrix.gpus) for matrix in matrices) if asked.topo else per_node
+    cluster = _cluster(asked, recipe, cards, per_node, there, info)
     examination = Examination(
         config=config, nodes=cluster.nodes if cluster else None, card=cluster.gpu if cluster else None
     )
@@ -111,8 +116,14 @@ def examine(asked: Asked) -> Examination | None:
         examination.add_acs(text, asked.lspci or "lspci")
     if asked.env:
         in_node = per_node or (cluster.gpus_per_node if cluster else 0)
-        examination.add_environment(variables, gpus_per_node=in_node or None, cores=None, interfaces=None)
-    best = _add_recipe(examination, asked, recipe, cluster, is_preset=is_preset) if recipe is not None else None
+        examination.add_environment(variables, gpus_per_node=in_node or None, cores=cores or None, interfaces=None)
+    best = None
+    if recipe is not None:
+        ranks = cluster.gpus if cluster else _ranks(asked, recipe.config, there, info)
+        judgement = _judgement(examination, asked, recipe, cluster, matrices[:1], variables, ranks, is_preset)
+        best = judgement.own
+        if machine is not None and config is not None and judgement.legal and (cards or not asked.gpu):
+            examination.found += judge_host_memory(config, info, ranks, gpus=len(cards))
     if machine is not None and config is not None:
         examination.found += [*judge_files(config), *(judge_count(config, len(cards)) if cards else ())]
     if measured is not None and machine is not None:
@@ -189,7 +200,7 @@ def _lspci(asked: Asked, machine: Machine | None) -> str:
 
 
 def _cluster(
-    asked: Asked, recipe: Recipe | None, cards: list[Card], per_node: int, info: ProcessInfo
+    asked: Asked, recipe: Recipe | None, cards: list[Card], per_node: int, there: int, info: ProcessInfo
 ) -> Cluster | None:
     """The machines: as asked for, as the recipe says, else those that a launcher has, else those that are seen."""
     section = recipe.config.cluster if recipe else None
@@ -197,7 +208,7 @@ def _cluster(
     count = asked.gpus or (section.nodes * section.gpus_per_node if section else 0)
     if recipe is not None and asked.gpu and count:
         return find_cluster(recipe.config, asked.gpus, asked.gpu, asked.nodes_of or per_node, asked.interconnect)[0]
-    count = count or (info.world_size if info.world_size > 1 else per_node)
+    count = count or (info.world_size if info.world_size > 1 else there)
     if not name or not count:
         return None
     gpu = find_gpu(name) if asked.gpu or (section and section.gpu) else find_hardware(name)
@@ -220,13 +231,42 @@ def _as_seen(matrix: LinkMatrix, variables: Mapping[str, str], cards: Sequence[C
     return matrix.seen(seen) if seen else matrix
 
 
-def _add_recipe(
-    examination: Examination, asked: Asked, recipe: Recipe, cluster: Cluster | None, *, is_preset: bool
-) -> Candidate | None:
-    """The recipe's own layout as it is predicted, where it can be."""
-    profile = calibrated("paceline", asked.calibration or recipe.config.cluster.calibration)
-    judgement = judge_recipe(recipe, cluster, profile, is_preset=is_preset)
+def _ranks(asked: Asked, config: RunConfig, there: int, info: ProcessInfo) -> int | None:
+    """Of the run, where no GPU is named: as asked for, as the recipe says, else those that are there, if any."""
+    section = config.cluster
+    started = info.world_size if info.world_size > 1 else 0
+    return asked.gpus or section.nodes * section.gpus_per_node or started or there or None
+
+
+def _judgement(
+    examination: Examination,
+    asked: Asked,
+    recipe: Recipe,
+    cluster: Cluster | None,
+    matrices: Sequence[LinkMatrix],
+    variables: Mapping[str, str],
+    ranks: int | None,
+    is_preset: bool,
+) -> Judgement:
+    """Added to the findings, and the recipe's own layout as it is predicted, where it can be, to the facts."""
+
+    def on_links(other: RunConfig) -> list[Finding]:
+        return [
+            found
+            for matrix in matrices
+            for found in judge_topology(matrix, config=other, card=examination.card, nodes=examination.nodes)
+        ]
+
+    judgement = judge_recipe(
+        recipe,
+        cluster,
+        calibrated("paceline", asked.calibration or recipe.config.cluster.calibration),
+        is_preset=is_preset,
+        gpus=ranks,
+        environ=variables,
+        on_links=on_links,
+    )
     examination.found += judgement.findings
     if judgement.own is not None:
         examination.facts["predicted"] = judgement.own.as_dict()
-    return judgement.own
+    return judgement

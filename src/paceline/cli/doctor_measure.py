@@ -145,7 +145,9 @@ def add_measured(examination: Examination, measured: Measured, wish: Wish, *, ne
     numbers = calibration(measured, cluster)
     examination.facts["measured"] = measured.as_dict()
     examination.facts["calibration"] = numbers
-    if wish.out and numbers:
+    if wish.out and not numbers:
+        examination.found.append(_no_calibration(measured, wish.out))
+    elif wish.out:
         Path(wish.out).write_text(calibration_text(numbers, measured), encoding="utf-8")
         examination.found.append(
             Finding(
@@ -156,6 +158,23 @@ def add_measured(examination: Examination, measured: Measured, wish: Wish, *, ne
                 next_step=f"paceline plan RECIPE --calibration {wish.out}; or --set cluster.calibration={wish.out}.",
             )
         )
+
+
+def _no_calibration(measured: Measured, out: str) -> Finding:
+    device = measured.ranks[0].device
+    known = find_hardware(device) is not None
+    return Finding(
+        id="measured.no-calibration",
+        severity="note",
+        subject=f"{out} is not written: nothing of {device} can be held beside what it should give",
+        evidence="None of the rates that the planner uses was measured."
+        if known
+        else f"The file holds the planner's numbers times measured over expected; the table of GPUs has no {device}, "
+        "so nothing is expected of it.",
+        next_step="Look at what was not measured above."
+        if known
+        else "Measure on a GPU of the table (docs/plan.md); or learn from runs: paceline plan calibrate.",
+    )
 
 
 def measured_cluster(measured: Measured, wish: Wish) -> Cluster | None:

@@ -31,7 +31,7 @@ def _plan() -> None:
     [bold]paceline plan RECIPE --gpus 64 --gpu H100-80[/bold] lists the best layouts, says why
     the first is first, what was rejected and what would help (the same as
     `paceline plan layouts RECIPE`). RECIPE is a file or the name of a preset.
-    Nothing is started; torch is not needed.
+    Nothing is started; torch is not needed. All options: [bold]paceline plan layouts --help[/bold].
 
       paceline plan llama2_7b --gpus 4 --gpu "RTX 4090"
       paceline plan recipes/llama3_8b.toml --gpus 64 --gpu H100-80 --write best.toml
@@ -45,7 +45,9 @@ def _plan() -> None:
 Recipe = Annotated[str, typer.Argument(help="Recipe file (TOML), or the name of a preset such as llama3_8b.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, max=2**20, help="GPUs in all. Default: those of [cluster].")]
 Gpu = Annotated[str, typer.Option("--gpu", help="H100-80, A100-80, 4090 ..., or a file that describes one (TOML).")]
-NodesOf = Annotated[int, typer.Option("--nodes-of", min=0, max=1024, help="GPUs of a node; default 8.")]
+NodesOf = Annotated[
+    int, typer.Option("--nodes-of", min=0, max=1024, show_default=False, help="GPUs of a node; default 8.")
+]
 Interconnect = Annotated[
     str, typer.Option("--interconnect", help="Between nodes: ib400, ib200, roce400, efa400, eth100, eth25, or GB/s.")
 ]

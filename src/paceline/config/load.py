@@ -104,10 +104,22 @@ def read_tables(path: Path, above: tuple[Path, ...] = ()) -> Tables:
 
 
 def _nearby_recipes(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("recipes")
-    names = [item.name for item in sorted(folder.glob("*.toml"))] if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:6]
-    return f"Recipes in {folder}: {', '.join(close)}." if close else "Give the path of a .toml file."
+    told = []
+    for folder in {each.resolve(): each for each in (Path("recipes"), path.parent)}.values():
+        names = [item.name for item in sorted(folder.glob("*.toml")) if _is_recipe(item)]
+        close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:6]
+        if close:
+            told.append(f"Recipes in {folder}: {', '.join(close)}.")
+    return " ".join(told) or "Give the path of a .toml file."
+
+
+def _is_recipe(path: Path) -> bool:
+    """Whether a TOML file has a section of a recipe: ``pyproject.toml`` has none."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return False
+    return not tables.keys().isdisjoint({*RunConfig.model_fields, "extends"})
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.config.check import check
 from paceline.config.load import Recipe
-from paceline.config.nearest import as_sets
 from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
 from paceline.costs.profiles import Profile
-from paceline.costs.step import SAFE_SHARE
 from paceline.costs.workload import Cluster
+from paceline.doctor.fit import judge_fit
+from paceline.doctor.layout import judge_layout
 from paceline.errors import ConfigError
-from paceline.planner.rank import Candidate, estimate_config, rank
-from paceline.planner.reasons import layout_text, reasons
+from paceline.planner.rank import Candidate, estimate_config
 from paceline.report import units
 from paceline.report.finding import Finding
-
-WORTH_TELLING = 0.03
-"""A layout that is predicted to be faster by less is within the error of predictions (docs/accuracy.md)."""
 
 STATE_BYTES = {"adamw": 12, "adamw8bit": 6, "muon": 8}
 """Of a checkpoint for each parameter: fp32 masters and the optimizer's moments."""
@@ -37,29 +32,50 @@ class Judgement:
     findings: tuple[Finding, ...]
     own: Candidate | None
     """The recipe's own layout, where it can be predicted."""
+    legal: bool = True
+    """Whether the recipe's own checks found no error."""
 
 
-def judge_recipe(recipe: Recipe, cluster: Cluster | None, profile: Profile, *, is_preset: bool = False) -> Judgement:
+def judge_recipe(
+    recipe: Recipe,
+    cluster: Cluster | None,
+    profile: Profile,
+    *,
+    is_preset: bool = False,
+    gpus: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    on_links: Callable[[RunConfig], Iterable[Finding]] = lambda config: (),
+) -> Judgement:
     """Everything that `config.check` and the planner know about a recipe on these machines.
 
     Args:
         cluster: None where nobody said which; then the recipe alone is checked.
         is_preset: only the model is given, so there is no layout to judge.
+        gpus: how many there are, where that is known without a cluster.
+        environ: variables of the run; what is set there already is not advised.
+        on_links: what a layout meets on the links of a node; a layout that is advised tells of it.
     """
     config = recipe.config
     if cluster is None:
         # what has no effect on the fewest ranks may have one on more
-        told = (finding for finding in _legal(recipe, _least_ranks(config)) if finding.severity != "note")
-        return Judgement(findings=(*told, _no_cluster()), own=None)
+        told = [found for found in _legal(recipe, gpus or least_ranks(config)) if gpus or found.severity != "note"]
+        refused = any(found.severity == "error" for found in told)
+        return Judgement(findings=(*told, _no_cluster(gpus)), own=None, legal=not refused)
     legal = () if is_preset else tuple(_legal(recipe, cluster.gpus))
     if any(finding.severity == "error" for finding in legal):
-        return Judgement(findings=legal, own=None)
+        return Judgement(findings=legal, own=None, legal=False)
     own = None if is_preset else estimate_config(config, cluster, profile)
-    findings = (*legal, *(_fits(own, cluster) if own else ()), *_better(own, config, cluster, profile))
-    return Judgement(findings=findings, own=own)
+
+    def warned(other: RunConfig) -> list[Finding]:
+        found = [*_legal(replace(recipe, config=other), cluster.gpus), *on_links(other)]
+        return [finding for finding in found if finding.severity != "note"]
+
+    fits = judge_fit(own, cluster, profile, environ or {}) if own else ()
+    return Judgement(findings=(*legal, *fits, *judge_layout(own, config, cluster, profile, warned)), own=own)
 
 
-def _least_ranks(config: RunConfig) -> int:
+def least_ranks(config: RunConfig) -> int:
+    """Those that the recipe means, else the fewest that its degrees allow."""
     parallel = config.parallel
     section = config.cluster
     asked = section.nodes * section.gpus_per_node
@@ -79,47 +95,16 @@ def _legal(recipe: Recipe, world_size: int) -> Iterator[Finding]:
         )
 
 
-def _no_cluster() -> Finding:
+def _no_cluster(gpus: int | None) -> Finding:
     return Finding(
         id="recipe.no-cluster",
         severity="note",
-        subject="whether the recipe fits and how fast it is, is not determined: no GPU is named",
-        evidence="This machine has none that we know, and neither --gpu nor cluster.gpu says which.",
-        next_step="paceline doctor RECIPE --gpus 8 --gpu H100-80.",
+        subject="whether the recipe fits GPUs and how fast it is there, is not determined: no GPU is named",
+        evidence=f"There are {gpus} GPUs; which, neither --gpu nor cluster.gpu nor --smi says."
+        if gpus
+        else "This machine has none that we know, and neither --gpu nor cluster.gpu says which.",
+        next_step=f"paceline doctor RECIPE --gpus {gpus or 8} --gpu H100-80.",
     )
-
-
-def _fits(own: Candidate, cluster: Cluster) -> Iterator[Finding]:
-    estimate, room = own.estimate, cluster.gpu.memory_bytes
-    numbers = f"{units.gib(estimate.memory_bytes)} of {units.gib(room)} on the fullest card, by estimate"
-    if not estimate.fits:
-        yield Finding(
-            id="recipe.memory",
-            severity="error",
-            subject=f"the recipe does not fit: {numbers}",
-            evidence=f"On {cluster.name}, before CUDA's context and NCCL's buffers.",
-            next_step="paceline plan lists layouts that fit; paceline plan RECIPE --explain-memory says what is large.",
-        )
-    elif estimate.tight:
-        yield Finding(
-            id="recipe.memory",
-            severity="warning",
-            subject=f"the recipe fits, but tightly: {numbers}",
-            evidence=f"Estimates above {SAFE_SHARE:.0%} of a card have been seen to run out; fragmentation comes on "
-            "top.",
-            next_step="export PYTORCH_ALLOC_CONF=expandable_segments:True, or --set parallel.recompute=selective.",
-        )
-    else:
-        yield Finding(
-            id="recipe.memory",
-            severity="note",
-            subject=f"the recipe fits: {numbers}",
-            evidence=f"On {cluster.name}: {units.rate(own.tokens_per_second, 'tokens')} predicted, "
-            f"{units.duration(estimate.seconds)} a step"
-            + (f", MFU {units.percent(estimate.mfu)}" if estimate.mfu else "")
-            + ".",
-            next_step="Nothing.",
-        )
 
 
 def judge_count(config: RunConfig, gpus: int) -> Iterator[Finding]:
@@ -134,63 +119,6 @@ def judge_count(config: RunConfig, gpus: int) -> Iterator[Finding]:
             "for.",
             next_step=f"--set cluster.gpus_per_node={gpus}, or take other nodes.",
         )
-
-
-def _better(own: Candidate | None, config: RunConfig, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
-    ranking = rank(config, cluster, profile=profile)
-    if not ranking.fitting:
-        yield Finding(
-            id="recipe.nothing-fits",
-            severity="error",
-            subject=f"no layout of this model fits {cluster.name}",
-            evidence=f"{ranking.predicted} layouts were predicted, with recomputation and offload too.",
-            next_step="; ".join(found.next_step for found in reasons(ranking, cluster, profile).helps[:2])
-            or "More or larger GPUs, or a smaller model.",
-        )
-        return
-    best = ranking.fitting[0]
-    if own is None:
-        yield Finding(
-            id="recipe.first-layout",
-            severity="note",
-            subject=f"the best layout by prediction: {layout_text(best.config)}",
-            evidence=f"{units.rate(best.tokens_per_second, 'tokens')} on {cluster.name}, "
-            f"{units.gib(best.estimate.memory_bytes)} a card.",
-            next_step="paceline plan says why, and --write makes a recipe of it.",
-        )
-        return
-    gain = best.tokens_per_second / own.tokens_per_second - 1
-    if gain > WORTH_TELLING or not own.estimate.fits:
-        yield Finding(
-            id="recipe.better-layout",
-            severity="warning" if gain > 0.1 or not own.estimate.fits else "note",
-            subject=f"another layout is predicted to be better: {layout_text(best.config, than=own.config)}",
-            evidence=f"{units.rate(best.tokens_per_second, 'tokens')} against "
-            f"{units.rate(own.tokens_per_second, 'tokens')} "
-            f"of the recipe's own, and {units.gib(best.estimate.memory_bytes)} a card against "
-            f"{units.gib(own.estimate.memory_bytes)}.",
-            next_step=as_sets(config, _changes(config, best.config)),
-            gain=f"{gain:+.0%} tokens/s, predicted" if own.estimate.fits else "fits",
-        )
-    else:
-        yield Finding(
-            id="recipe.layout",
-            severity="note",
-            subject="the recipe's layout is as good as the best that was found",
-            evidence=f"The best of {ranking.predicted} predicted layouts is faster by {max(0.0, gain):.1%}.",
-            next_step="Nothing; paceline plan compares them.",
-        )
-
-
-def _changes(config: RunConfig, best: RunConfig) -> dict[str, Any]:
-    """Fields of layout and batch in which the best differs."""
-    changes = {}
-    for section in ("parallel", "train"):
-        before, after = getattr(config, section), getattr(best, section)
-        for name in type(before).model_fields:
-            if getattr(before, name) != getattr(after, name):
-                changes[f"{section}.{name}"] = getattr(after, name)
-    return changes
 
 
 # ---- files

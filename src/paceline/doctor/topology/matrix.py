@@ -100,6 +100,11 @@ class LinkMatrix:
         return tuple(name for name in self.devices if not _GPU.fullmatch(name) and not name.startswith(("MIG", "CPU")))
 
     @property
+    def cpu_numbers(self) -> frozenset[int]:
+        """Of all CPUs that are near a GPU; empty where the text does not say."""
+        return frozenset[int]().union(*(near.cpu_numbers for near in self.affinity.values()))
+
+    @property
     def pairs(self) -> list[tuple[str, str]]:
         """Of GPUs, each once."""
         return [(a, b) for index, a in enumerate(self.gpus) for b in self.gpus[index + 1 :]]
