@@ -111,3 +111,14 @@ def test_thousands_of_ranks_are_grouped() -> None:
     stalls[1234] |= {"in_collective": False, "stack": ["loader.py:9 read"]}
     waiting, others = group_stalls(stalls)
     assert len(waiting) == 3999 and others[0]["rank"] == 1234
+
+
+@pytest.mark.parametrize(("end", "told"), [("error", "explain.hang"), ("end", "explain.stall"), ("", "explain.hang")])
+def test_a_hang_that_ended_the_run_in_an_error_stays_one(end: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    events = [{"event": "start", "step": 0, "time": 1.0}, *([{"event": end, "step": 6, "time": 9.0}] if end else [])]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    for rank in (0, 1):
+        text = json.dumps(stall(rank, time=5.0))
+        (tmp_path / FOLDER / f"stall-rank-{rank:05d}.json").write_text(text)
+    assert told in [finding.id for finding in diagnose(read_run(tmp_path)).findings]

@@ -15,6 +15,7 @@ from paceline.errors import ConfigError
 from paceline.explain.rules import Diagnosis, diagnose
 from paceline.explain.run_folder import read_run
 from paceline.explain.run_report import dimensions, run_explanation
+from paceline.observe.telemetry.columns import COLUMNS
 from paceline.observe.telemetry.record import FOLDER
 from tests.distributed import run as run_ranks
 from tests.training import runs
@@ -179,6 +180,39 @@ def test_ranks_that_are_missing_and_clocks_that_jump_are_survived(tmp_path: Path
     found = diagnose(read_run(folder))
     assert found.view.missing_ranks == [3, 4]
     assert any(finding.id == "explain.incomplete" and "3, 4" in finding.evidence for finding in found.findings)
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_a_run_that_went_on_with_fewer_ranks_is_told_of_those(events: bool, tmp_path: Path) -> None:
+    folder = write(Cluster(dp=4, steps=25), tmp_path / "run")
+    write(Cluster(dp=1, steps=60), tmp_path / "later")
+    lines = (tmp_path / "later" / FOLDER / "rank-00000.0000.csv").read_text().splitlines()
+    time_column = COLUMNS.index("time_ms")
+    again = [line.split(",") for line in lines[2:] if int(line.split(",")[0]) > 20]
+    for cells in again:
+        cells[time_column] = str(int(cells[time_column]) + 10**9)
+    text = "\n".join([*lines[:2], *(",".join(cells) for cells in again)])
+    (folder / FOLDER / "rank-00000.0001.csv").write_text(text + "\n")
+    if events:
+        began = (int(again[0][time_column]) - 1000) / 1e3
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "resume", "step": 20, "world_size": 1, "time": began}) + "\n")
+    view = read_run(folder)
+    assert view.ranks == (0,) and view.world_size == 1 and not view.missing_ranks
+    assert (view.steps[0], view.steps[-1], len(view.steps)) == (1, 60, 60)
+
+
+def test_lines_of_steps_that_are_run_again_are_left_out(tmp_path: Path) -> None:
+    folder = write(Cluster(dp=2, steps=25), tmp_path / "run")
+    view = read_run(folder)
+    record = folder / FOLDER / "rank-00000.0000.csv"
+    last = record.read_text().splitlines()
+    again = last[-1].split(",")
+    again[0], again[COLUMNS.index("time_ms")] = "11", str(int(view.newest * 1e3) + 60_000)
+    (folder / FOLDER / "rank-00000.0001.csv").write_text("\n".join([*last[:2], ",".join(again)]) + "\n")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "resume", "step": 10, "time": view.newest + 30}) + "\n")
+    assert read_run(folder).steps[-1] == 11
 
 
 def test_a_cpu_or_an_unknown_card_has_no_ceiling(tmp_path: Path) -> None:

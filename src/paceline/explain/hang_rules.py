@@ -24,7 +24,7 @@ def hang_causes(folder: Path, *, ranks: Sequence[int], last_step: int, ended: bo
     Args:
         ranks: of the world.
         last_step: the last one of which a line was written.
-        ended: the run is over.
+        ended: the run came to its end or was stopped. One that ended with an error may have hung until then.
     """
     stalls = read_stalls(folder)
     if not stalls:

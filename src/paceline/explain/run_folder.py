@@ -1,6 +1,7 @@
 """What does a run folder tell, whether the run is at work, over, or dead? Reads all of it, whole or not.
 
-Ranks are joined on the step. Where a line covers several steps, its sums are divided by them, so every number is of one
+Ranks are joined on the step; of a run that was started again on other ranks, the newest start tells which there are.
+Where a line covers several steps, its sums are divided by them, so every number is of one
 step; levels stay levels. What cannot be read is named in ``problems`` and left out.
 """
 
@@ -113,19 +114,20 @@ def read_run(path: Path) -> RunView:
     problems: list[str] = []
     config = _config(path, problems)
     metrics = _lines(path, "metrics.jsonl", problems)
-    records, facts = _records(path, problems)
+    events = _events(path, problems)
+    records = _of_newest_start(_records(path, problems), events)
     steps, table = _join(records)
     view = RunView(
         path=path,
         config=config,
         recipe={} if config is None else flat(config.model_dump(mode="json")),
         metrics=tuple(metrics),
-        events=tuple(_events(path, problems)),
-        facts=tuple(facts),
+        events=tuple(events),
+        facts=tuple(record.facts for record in records),
         ranks=tuple(record.rank for record in records),
         steps=steps,
         table=table,
-        newest=max((float(record.values[-1, _TIME_COLUMN]) / 1e3 for record in records), default=0.0),
+        newest=max((float(record.values[:, _TIME_COLUMN].max()) / 1e3 for record in records), default=0.0),
         problems=(),
     )
     if view.missing_ranks:
@@ -174,7 +176,7 @@ def _first(error: Exception) -> str:
     return str(error).split("\n", 1)[0]
 
 
-def _records(path: Path, problems: list[str]) -> tuple[list[RankRecord], list[Mapping[str, Any]]]:
+def _records(path: Path, problems: list[str]) -> list[RankRecord]:
     records: list[RankRecord] = []
     ranks = ranks_of(path)
     if not ranks:
@@ -191,7 +193,30 @@ def _records(path: Path, problems: list[str]) -> tuple[list[RankRecord], list[Ma
             records.append(RankRecord(rank=rank, facts=record.facts, values=record.values[-lines:].copy()))
         else:
             problems.append(f"the record of rank {rank} holds no whole line yet")
-    return records, [record.facts for record in records]
+    return records
+
+
+def _of_newest_start(records: Sequence[RankRecord], events: Sequence[Mapping[str, Any]]) -> list[RankRecord]:
+    """Without ranks that the newest start does not have, and without older lines of the steps that it runs again.
+
+    A start that has no line yet does not count.
+    """
+    if not records:
+        return []
+    last = max(records, key=lambda record: int(record.values[:, _TIME_COLUMN].max()))
+    newest_ms = int(last.values[:, _TIME_COLUMN].max())
+    starts = [event for event in events if event.get("event") in ("start", "resume")]
+    began = [event for event in starts if float(event.get("time", 0)) * 1e3 <= newest_ms]
+    start = began[-1] if began else {}
+    world_size = int(last.facts.get("world_size", 0)) or 1 + max(record.rank for record in records)
+    step, time_ms = int(start.get("step", 0)), float(start.get("time", 0)) * 1e3
+    kept = []
+    for record in records:
+        values = record.values
+        stale = (values[:, 0] > step) & (values[:, _TIME_COLUMN] < time_ms)
+        if record.rank < world_size and not stale.all():
+            kept.append(RankRecord(rank=record.rank, facts=record.facts, values=values[~stale]))
+    return kept
 
 
 _SUMMED_COLUMNS = [index for index, name in enumerate(COLUMNS) if name in SUMMED and name != "steps"]
