@@ -67,9 +67,15 @@ def test_a_tight_layout_is_called_tight_beside_one_with_room(monkeypatch: pytest
     assert finding.next_step.endswith("+20.0%): --set parallel.tp=2.")
 
 
+def test_of_two_that_are_as_fast_the_one_with_room_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = judged(monkeypatch, other(0.3, tight=True, recompute="none"), other(0.295, tp=2))
+    assert "29.5% faster" in finding.subject and "tight" not in finding.subject + finding.evidence
+    assert finding.next_step == "--set parallel.tp=2."
+
+
 def test_what_would_be_warned_of_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = judged(monkeypatch, other(0.2, recompute="none"), warned=["tp crosses a slow link"])
-    assert finding.evidence.endswith("Warned of with it: tp crosses a slow link.")
+    assert finding.evidence.endswith("This command would warn of it: tp crosses a slow link.")
     assert "known" not in finding.evidence
 
 

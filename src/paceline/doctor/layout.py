@@ -55,24 +55,27 @@ def judge_layout(
 
 
 def _beside_best(own: Candidate, config: RunConfig, ranking: Ranking, warned: Warned) -> Finding:
+    with_room = next((found for found in ranking.fitting if not found.estimate.tight), None)
     best = ranking.fitting[0]
+    if with_room and _gain(with_room, best) >= -ALIKE:  # as fast as can be told
+        best = with_room
     gain = _gain(best, own)
     if gain <= ALIKE and own.estimate.fits:
         return Finding(
             id="recipe.layout",
             severity="note",
             subject="no other layout is predicted to be faster by what predictions can tell",
-            evidence=f"The first of {ranking.predicted} predicted layouts differs by {gain:+.1%}; below {ALIKE:.0%} "
+            evidence=f"The best of {ranking.predicted} predicted layouts differs by {gain:+.1%}; below {ALIKE:.0%} "
             "two cannot be told apart.",
             next_step="Nothing; paceline plan compares them.",
         )
     cautions = [*_tight(best), *_warnings(best, own, warned)]
     steps = [as_sets(config, _changes(config, best.config)) + ("" if gain > _MUCH else ": try it for a few steps")]
-    with_room = next((found for found in ranking.fitting if not found.estimate.tight), None)
     if best.estimate.tight and with_room and (_gain(with_room, own) > ALIKE or not own.estimate.fits):
         steps.append(
             f"with room ({units.gib(with_room.estimate.memory_bytes)} a card, {_gain(with_room, own):+.1%}): "
             + as_sets(config, _changes(config, with_room.config))
+            + "".join(f" ({caution})" for caution in _warnings(with_room, own, warned))
         )
     return Finding(
         id="recipe.better-layout",
@@ -102,7 +105,7 @@ def _warnings(best: Candidate, own: Candidate, warned: Warned) -> Iterator[str]:
     known = {(found.id, found.subject) for found in warned(own.config)}
     told = [found.subject for found in warned(best.config) if (found.id, found.subject) not in known]
     if told:
-        yield f"Warned of with it: {'; '.join(told)}."
+        yield f"This command would warn of it: {'; '.join(told)}."
 
 
 def _changes(config: RunConfig, best: RunConfig) -> dict[str, Any]:
