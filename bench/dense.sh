@@ -14,20 +14,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment
+. scripts/demo_data
 use_environment ""
 [ $# -gt 0 ] || set -- dense
 
-case " $* " in *" dense "* | *" curves "* | *" overheads "*)
-    # as scripts/demo makes it: this Python's own standard library
-    if [ ! -f data/demo-tokenizer.json ] || [ ! -f data/demo-train.idx ]; then
-        mkdir -p data
-        mapfile -t inputs < <("$python" scripts/stdlib_sources.py)
-        say "building the demo's dataset from ${#inputs[@]} files and packages of the standard library"
-        "$python" -m paceline data train-tokenizer "${inputs[@]}" --glob '*.py' --vocab-size 4096 \
-            --out data/demo-tokenizer.json
-        "$python" -m paceline data build "${inputs[@]}" --glob '*.py' --out data/demo \
-            --tokenizer data/demo-tokenizer.json --valid-share 0.03 --dedup
-    fi
-    ;;
+case " $* " in *" dense "* | *" curves "* | *" overheads "*) demo_data ;;
 esac
 "$python" bench/dense.py "$@"

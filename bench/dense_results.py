@@ -42,7 +42,7 @@ class DenseResults(Results):
     options = ""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, self.own_name, KINDS, f"bench/dense.sh{self.options}")
+        super().__init__(folder, self.own_name, KINDS, f"bench/dense.sh dense{self.options}")
         # docs/ladder.md belongs to the project's own results alone
         self.pages = folder.resolve() == OWN.resolve()
         self.read_curves()  # before anything is measured that could not be shown beside them

@@ -3,7 +3,7 @@
     python bench/doctor_ceilings.py --out docs/measured/doctor.json      # on one or two H200s, a minute or two
     python bench/doctor_ceilings.py --read doctor.json                   # what `doctor --measure --json` printed before
 
-The known figures (torch 2.11, NCCL 2.28, driver 580) were measured by other programs. Each of doctor's must lie within
+The known figures (torch 2.11, NCCL 2.28, driver 580) were measured by other scripts. Each of doctor's must lie within
 `--tolerance` of its own, the links must be one group of NVLink, and no finding of `measured.low-*` or `measured.slow-*`
 may stand. Exit code 1 where that is not so.
 """

@@ -120,7 +120,7 @@ class Results:
         found: dict[str, Any] = data
         try:
             self.pages_of(found)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise DamagedFileError(
                 self.path, f"the pages cannot be written of its entries: {error!r}", next_step
             ) from error

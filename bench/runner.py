@@ -309,12 +309,14 @@ def main(bench: Bench, description: str | None) -> None:
     if options.one_gpu and bench.one_gpu:
         bench = bench.one_gpu
     if "list" in options.parts:
-        for part in bench.parts:
-            for job in bench.jobs_of(part):
-                print(f"{job.key:32} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
+        # an entry that is in two parts comes once, as it is measured
+        for job in {job.key: job for part in bench.parts for job in bench.jobs_of(part)}.values():
+            print(f"{job.key:32} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
         return
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}: at least 1")
+    if math.isnan(options.minutes):
+        parser.error("--minutes nan: a number of minutes")
     if problem := unknown_names(bench, options):
         parser.error(problem)
     if options.tiny and (options.results is None or options.results.resolve() == OWN.resolve()):

@@ -167,7 +167,7 @@ def test_results_go_to_files_of_their_own_and_say_the_cut(
     assert set(call(monkeypatch, tmp_path, WRITES_A_RECORD, "dense", "ladder", *only)) == set(only[1:])
     assert not (tmp_path / "dense.json").exists() and not (tmp_path / "dense.md").exists()
     data = json.loads((tmp_path / "dense_one_gpu.json").read_text())
-    assert data["command"] == "bench/dense.sh --one-gpu" and data["devices"] == "1 x test"
+    assert data["command"] == "bench/dense.sh dense --one-gpu" and data["devices"] == "1 x test"
     assert data["entries"]["ladder/naive"]["cut"] == "one GPU, 8 of 40 layers"
     assert "cut" not in data["entries"]["dense/1b_bf16"]
     page = (tmp_path / "dense_one_gpu.md").read_text()
