@@ -1,6 +1,7 @@
 """What should this hardware give? Published peaks times the share that healthy machines reach. Torch-free.
 
-Shares are what two H200s on one host reached (torch 2.11, NCCL 2.28, driver 580), of the figures of `costs/hardware`:
+Shares come from what other scripts measured on two H200s of one host (torch 2.11, NCCL 2.28, driver 580), beside the
+figures of `costs/hardware`:
 
 | what | measured | of | share |
 | --- | --- | --- | --- |

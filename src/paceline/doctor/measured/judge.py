@@ -83,7 +83,8 @@ def _rates(measured: Measured) -> Iterator[Finding]:
             "low-rate",
             "warning" if share >= BROKEN else "error",
             f"{TITLES[name]}: {number(middle, unit)}, {units.percent(share, 0)} of what {card.name} should give",
-            f"Expected {number(expected, unit)}: the published peak times the share that healthy H200s reach.",
+            f"Expected {number(expected, unit)}: the published peak times the share that other scripts "
+            "measured on two H200s.",
             _why_low(name),
             f"up to {1 / share:.2g} times in this part",
         )
