@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,6 +175,66 @@ def test_a_trace_of_the_host_alone_says_what_to_record(tmp_path: Path) -> None:
     events = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2}]
     (finding,) = explain_traces([write(tmp_path / "t.json", events)]).findings
     assert finding.id == "explain.trace-without-gpu" and "ProfilerActivity.CUDA" in finding.next_step
+
+
+def marked(number: int, *, length: float = 10.0) -> list[dict[str, Any]]:
+    """Steps of one kernel each."""
+    return [
+        event
+        for step in range(number)
+        for event in (
+            span(f"ProfilerStep#{step}", 10 * step, 10),
+            *kernel("nvjet_gemm", 10 * step, length),
+            *kernel("ncclDevKernel_AllReduce_Sum", 10 * step + 1, 2, 20),
+        )
+    ]
+
+
+def test_two_traces_are_compared_by_step(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.json", marked(2)), write(tmp_path / "b.json", marked(6))
+    told = compare_traces(first, second)
+    (row,) = [cells for cells in told.tables[0].rows if cells[0] == "step"]
+    assert row[1:] == ("10.0 ms", "10.0 ms", "+0.00 ms")
+    assert "2 and 6 steps" in told.findings[0].evidence
+    shown = " ".join(str(cell) for each in told.tables for cells in each.rows for cell in cells)
+    assert "-0.0" not in shown and "-0 " not in shown
+
+
+def test_a_trace_without_steps_is_compared_as_a_whole(tmp_path: Path) -> None:
+    bare = [event for event in marked(2) if event["cat"] == "kernel"]
+    told = compare_traces(write(tmp_path / "a.json", marked(4)), write(tmp_path / "b.json", bare))
+    assert "The second does not mark its steps (the first has 4)" in told.findings[0].evidence
+    assert told.tables[0].rows[-1][0] == "whole trace"
+
+
+def test_hidden_communication_gives_no_negative_zero(tmp_path: Path) -> None:
+    events = [*kernel("nvjet_gemm", 0.1, 0.7), *kernel("ncclDevKernel_AllReduce_Sum", 0.1, 0.7, 20)]
+    events += [*kernel("nvjet_gemm", 1.1, 0.3), *kernel("ncclDevKernel_AllReduce_Sum", 1.1, 0.6, 20)]
+    made = load(write(tmp_path / "t.json", events)).breakdown
+    assert min(made.exposed, made.memory, made.idle, made.non_computation) >= 0 and 0 <= made.overlap <= 1
+
+
+def operators(milliseconds: float, steps: int) -> list[dict[str, Any]]:
+    return [
+        event
+        for step in range(steps)
+        for event in (
+            span(f"ProfilerStep#{step}", 50 * step, 50),
+            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "tid": 1, "ts": 5e4 * step, "dur": milliseconds * 1e3},
+        )
+    ]
+
+
+def test_traces_of_the_host_alone_are_compared_by_their_operators(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.json", operators(10, 2)), write(tmp_path / "b.json", operators(15, 3))
+    told = compare_traces(first, second)
+    (finding,) = told.findings
+    assert finding.id == "explain.trace-without-gpu" and "10.0 ms and 15.0 ms a step" in finding.subject
+    assert "aten::mm: +5.00 ms" in finding.evidence and "2 and 3 steps" in finding.evidence
+    assert all(each.rows for each in told.tables)
+    one = write(tmp_path / "c.json", marked(2))
+    mixed = compare_traces(one, second)
+    assert "only the first trace holds work of a GPU" in mixed.findings[0].subject and not mixed.tables
 
 
 @pytest.mark.slow

@@ -23,6 +23,11 @@ def test_duration(seconds: float, text: str) -> None:
     assert units.duration(seconds) == text
 
 
+def test_a_zero_has_no_sign() -> None:
+    assert units.percent(-1e-9) == "0.0 %" and units.percent(-1e-9, 0) == "0 %" and units.duration(-1e-12) == "0 µs"
+    assert units.apart(-1e-9) == "+0.00 ms" and units.apart(-0.00125) == "-1.25 ms"
+
+
 def test_sizes_and_rates() -> None:
     assert units.size(512) == "512 B" and units.size(13.5 * 2**30) == "13.50 GiB"
     assert units.gib(2**29) == "0.50 GiB"

@@ -153,7 +153,7 @@ def _run_causes(a: Diagnosis, b: Diagnosis, differences: list[Difference]) -> li
             subject=f"a step of the second takes {abs(after / before - 1):.0%} {'more' if slower else 'less'}, "
             "most of it "
             f"in {name}",
-            evidence=f"{units.duration(before)} and {units.duration(after)}; {name} {grown[name] * 1e3:+.2f} ms."
+            evidence=f"{units.duration(before)} and {units.duration(after)}; {name} {units.apart(grown[name])}."
             f"{tokens}{settings}",
             next_step="The table shows every part; act on the one that grew.",
             share=None,
@@ -231,20 +231,27 @@ def _show(value: Any) -> str:
     return text if len(text) <= 50 else f"{text[:49]}…"
 
 
-def parts_table(first: Mapping[str, float], second: Mapping[str, float]) -> Table:
+def parts_table(
+    first: Mapping[str, float],
+    second: Mapping[str, float],
+    *,
+    whole: str = "step",
+    title: str = "Where the time differs",
+) -> Table:
+    """Parts side by side, the largest difference first; their sum is called ``whole``."""
     names = sorted({**first, **second}, key=lambda name: -abs(second.get(name, 0) - first.get(name, 0)))
     rows = [
         (
             name,
             units.duration(max(first.get(name, 0.0), 0.0)),
             units.duration(max(second.get(name, 0.0), 0.0)),
-            f"{(second.get(name, 0.0) - first.get(name, 0.0)) * 1e3:+.2f} ms",
+            units.apart(second.get(name, 0.0) - first.get(name, 0.0)),
         )
         for name in names
     ]
     total = (units.duration(sum(first.values())), units.duration(sum(second.values())))
-    rows.append(("step", *total, f"{(sum(second.values()) - sum(first.values())) * 1e3:+.2f} ms"))
-    return table(("part", ">first", ">second", ">difference"), rows, title="Where the time differs")
+    rows.append((whole, *total, units.apart(sum(second.values()) - sum(first.values()))))
+    return table(("part", ">first", ">second", ">difference"), rows, title=title)
 
 
 def compare_logs(first: Path, second: Path) -> Explanation:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.explain.attribution import attribute
 from paceline.explain.cause import Cause, ranked
 from paceline.explain.compare import parts_table
 from paceline.explain.explanation import Explanation, bars
@@ -14,22 +15,50 @@ from paceline.explain.rank_trace import RankTrace, as_dict, load
 from paceline.report import units
 from paceline.report.table import Table, table
 
+_MOST_OPERATORS = 12
+"""Rows of a table."""
+
 
 def compare_traces(first: Path, second: Path) -> Explanation:
-    """Two traces of the same program.
+    """Two traces of the same program: by profiled step where both mark theirs, else as a whole.
 
     Raises:
         ConfigError: one of them cannot be read.
     """
     a, b = load(first), load(second)
-    causes = [*_slower_collectives(a, b), *_trace_difference(a, b)]
+    names = first.name, second.name
+    if not len(a.trace.start) or not len(b.trace.start):
+        return compare_host_traces(a, b)
+    steps = steps_of(a, b)
+    parts = [
+        {name: seconds / number for name, seconds in one.parts.items()}
+        for one, number in zip((a, b), steps or (1, 1), strict=True)
+    ]
+    causes = [*_slower_collectives(a, b, steps or (1, 1)), *_trace_difference(a, b, parts)]
+    talks = [_collectives_table(a, b)] if mean_collectives(a) or mean_collectives(b) else []
     return Explanation(
         title=f"{first.name} and {second.name}",
-        tables=(parts_table(a.parts, b.parts), _collectives_table(a, b)),
+        tables=(parts_table(*parts, whole="step" if steps else "whole trace"), *talks),
         findings=tuple(cause.finding() for cause in ranked(causes)),
-        data={"traces": [as_dict(a), as_dict(b)]},
-        pictures=(bars("Where the time went", [first.name, second.name], [a.parts, b.parts]),),
+        data={"traces": [as_dict(a), as_dict(b)], "per_step": bool(steps), "parts": parts},
+        pictures=(bars("Where the time of a step went" if steps else "Where the time went", names, parts),),
     )
+
+
+def steps_of(a: RankTrace, b: RankTrace) -> tuple[int, int] | None:
+    """Profiled steps of each; None where one does not mark them: then only whole traces can be compared."""
+    return (a.steps, b.steps) if a.steps and b.steps else None
+
+
+def unknown_steps(a: RankTrace, b: RankTrace) -> str:
+    """Who does not mark its steps, and what follows from it; ``""`` where both do."""
+    names = ("the first", "the second")
+    without = [name for name, one in zip(names, (a, b), strict=True) if not one.steps]
+    if not without:
+        return ""
+    who = "Neither marks its steps" if len(without) == 2 else f"{without[0].capitalize()} does not mark its steps"
+    marked = [f" ({name} has {one.steps})" for name, one in zip(names, (a, b), strict=True) if one.steps]
+    return f" {who}{''.join(marked)}: whole traces are compared, and their number of steps may differ."
 
 
 def mean_collectives(one: RankTrace) -> dict[str, tuple[float, int]]:
@@ -44,14 +73,15 @@ def mean_collectives(one: RankTrace) -> dict[str, tuple[float, int]]:
     }
 
 
-def _slower_collectives(a: RankTrace, b: RankTrace) -> list[Cause]:
+def _slower_collectives(a: RankTrace, b: RankTrace, steps: tuple[int, int]) -> list[Cause]:
     first, second = mean_collectives(a), mean_collectives(b)
     found = []
-    computing = b.breakdown.computation / a.breakdown.computation if a.breakdown.computation else 1.0
+    computed = a.breakdown.computation / steps[0], b.breakdown.computation / steps[1]
+    computing = computed[1] / computed[0] if computed[0] else 1.0
     for kind in first.keys() & second.keys():
         (before, count), (after, now) = first[kind], second[kind]
         if before > 0 and after > 1.5 * before and after * now > 0.02 * b.breakdown.total:
-            same = abs(now / count - 1) < 0.1 and 0.8 < computing < 1.25
+            same = abs(now / steps[1] / (count / steps[0]) - 1) < 0.1 and 0.8 < computing < 1.25
             share = b.share(b.breakdown.exposed) - a.share(a.breakdown.exposed)
             found.append(
                 Cause(
@@ -60,8 +90,8 @@ def _slower_collectives(a: RankTrace, b: RankTrace) -> list[Cause]:
                     + (": same overlap schedule, slower collective" if same else ""),
                     evidence=f"{units.duration(before)} and {units.duration(after)} on average; {count} and "
                     f"{now} calls; "
-                    f"computation {units.duration(a.breakdown.computation)} and "
-                    f"{units.duration(b.breakdown.computation)}. Exposed: {a.share(a.breakdown.exposed):.0%} and "
+                    f"computation {units.duration(computed[0])} and {units.duration(computed[1])}"
+                    f"{' a step' if a.steps and b.steps else ''}. Exposed: {a.share(a.breakdown.exposed):.0%} and "
                     f"{b.share(b.breakdown.exposed):.0%} of the time.",
                     next_step="Check the fabric and other jobs on it (`paceline doctor --measure`); the model's "
                     "code does "
@@ -74,18 +104,19 @@ def _slower_collectives(a: RankTrace, b: RankTrace) -> list[Cause]:
     return found
 
 
-def _trace_difference(a: RankTrace, b: RankTrace) -> list[Cause]:
-    grown = {name: b.parts.get(name, 0.0) - a.parts.get(name, 0.0) for name in {**a.parts, **b.parts}}
+def _trace_difference(a: RankTrace, b: RankTrace, parts: list[dict[str, float]]) -> list[Cause]:
+    grown = {name: parts[1].get(name, 0.0) - parts[0].get(name, 0.0) for name in {**parts[0], **parts[1]}}
     if not grown:
         return []
     name = max(grown, key=lambda key: abs(grown[key]))
-    steps = " Neither marks its steps, so their number may differ." if not a.steps or not b.steps else ""
+    what = "a step of " if a.steps and b.steps else ""
+    counted = f" {a.steps} and {b.steps} steps." if a.steps and b.steps else ""
     return [
         Cause(
             id="explain.difference",
-            subject=f"the second takes {units.duration(b.breakdown.total)}, the first "
-            f"{units.duration(a.breakdown.total)}; most of the difference is in {name}",
-            evidence=f"{name} {grown[name] * 1e3:+.2f} ms.{steps}",
+            subject=f"{what}the second takes {units.duration(sum(parts[1].values()))}, {what}the first "
+            f"{units.duration(sum(parts[0].values()))}; most of the difference is in {name}",
+            evidence=f"{name} {units.apart(grown[name])}.{counted}{unknown_steps(a, b)}",
             next_step="The table shows every part.",
             share=None,
             severity="note",
@@ -105,5 +136,73 @@ def _collectives_table(a: RankTrace, b: RankTrace) -> Table:
         for kind in sorted({**first, **second})
     ]
     return table(
-        ("collective", ">mean, first", ">mean, second", ">calls, first", ">calls, second"), rows, title="Collectives"
+        ("collective", ">mean, first", ">mean, second", ">calls, first", ">calls, second"),
+        rows,
+        title="Collectives of the whole traces",
     )
+
+
+def compare_host_traces(a: RankTrace, b: RankTrace) -> Explanation:
+    """Where one of two traces holds no work of a GPU: the operators of the CPU, if both recorded any."""
+    both = not len(a.trace.start) and not len(b.trace.start)
+    operators = [_operators(one) for one in (a, b)] if both else [{}, {}]
+    steps = steps_of(a, b)
+    spent = [
+        {name: seconds / number for name, seconds in one.items()}
+        for one, number in zip(operators, steps or (1, 1), strict=True)
+    ]
+    known = all(spent)
+    if not both:
+        subject = f"only the {'first' if len(a.trace.start) else 'second'} trace holds work of a GPU"
+        evidence = "A step of the one cannot be held against a step of the other."
+    elif not known:
+        subject, evidence = "neither trace holds work of a GPU, nor do both hold operators of the CPU", ""
+    else:
+        grown = {name: spent[1].get(name, 0.0) - spent[0].get(name, 0.0) for name in {**spent[0], **spent[1]}}
+        name = max(grown, key=lambda key: abs(grown[key]))
+        per = " a step" if steps else ""
+        subject = (
+            f"neither trace holds work of a GPU; operators of the CPU take {units.duration(sum(spent[0].values()))} "
+            f"and {units.duration(sum(spent[1].values()))}{per}"
+        )
+        counted = f" {a.steps} and {b.steps} steps." if steps else unknown_steps(a, b)
+        evidence = f"Most of the difference is in {name}: {units.apart(grown[name])}.{counted}"
+    cause = Cause(
+        id="explain.trace-without-gpu",
+        subject=subject,
+        evidence=evidence or "There is nothing to compare.",
+        next_step="For a program on a GPU record both again with activities=[ProfilerActivity.CPU, "
+        "ProfilerActivity.CUDA]; mark steps with prof.step().",
+        share=None,
+        severity="note",
+        gain="not determined",
+    )
+    shown = _largest(*spent) if known else ({}, {})
+    whole = "operators, a step" if steps else "operators, whole trace"
+    return Explanation(
+        title=f"{a.trace.path.name} and {b.trace.path.name}",
+        tables=(parts_table(*shown, whole=whole, title="Operators of the CPU, own time"),) if known else (),
+        findings=(cause.finding(),),
+        data={"traces": [as_dict(a), as_dict(b)], "per_step": bool(steps), "operators": spent},
+    )
+
+
+def _operators(one: RankTrace) -> dict[str, float]:
+    """Own seconds by operator of the CPU."""
+    found: dict[str, float] = {}
+    for row in attribute(one.trace.path).rows:
+        found[row.operator] = found.get(row.operator, 0.0) + row.seconds
+    return found
+
+
+def _largest(first: dict[str, float], second: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """The operators that differ most; the others as one."""
+    names = sorted({**first, **second}, key=lambda name: -abs(second.get(name, 0.0) - first.get(name, 0.0)))
+    kept = set(names[:_MOST_OPERATORS])
+
+    def short(one: dict[str, float]) -> dict[str, float]:
+        shown = {name: seconds for name, seconds in one.items() if name in kept}
+        rest = sum(seconds for name, seconds in one.items() if name not in kept)
+        return shown | ({f"{len(names) - len(kept)} others": rest} if len(names) > len(kept) else {})
+
+    return short(first), short(second)

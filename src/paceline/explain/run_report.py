@@ -123,7 +123,7 @@ def waterfall_table(waterfall: Waterfall) -> Table:
     """Every part beside what `plan` predicts for it."""
     rows = []
     for part in waterfall.parts:
-        apart = "" if part.expected is None else f"{(part.seconds - part.expected) * 1e3:+.2f} ms"
+        apart = "" if part.expected is None else units.apart(part.seconds - part.expected)
         rows.append(
             (
                 part.name,

@@ -74,11 +74,12 @@ def break_down(trace: TraceData) -> Breakdown:
     return Breakdown(
         total=total,
         computation=computation,
-        non_computation=everything - computation,
-        idle=total - everything,
+        non_computation=max(everything - computation, 0.0),
+        idle=max(total - everything, 0.0),
         communication=communication,
-        exposed=both - computation,
-        memory=everything - both,
+        # sums of floats: what is 0 may come out a little below
+        exposed=min(max(both - computation, 0.0), communication),
+        memory=max(everything - both, 0.0),
         idle_host=host,
         idle_kernel=kernel,
         idle_other=other,

@@ -35,7 +35,8 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
     if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
+        # adding 0 makes a zero of a negative one
+        return f"{round(seconds * 1e6) + 0.0:.0f} µs"
     if seconds < 1:
         return f"{_three_digits(seconds * 1e3)} ms"
     if seconds < 60:
@@ -60,7 +61,12 @@ def tflops(value: float) -> str:
 
 def percent(fraction: float, digits: int = 1) -> str:
     """0.425 is ``42.5 %``."""
-    return f"{fraction * 100:.{digits}f} %"
+    return f"{round(fraction * 100, digits) + 0.0:.{digits}f} %"
+
+
+def apart(seconds: float) -> str:
+    """A difference with its sign: ``+1.25 ms``."""
+    return f"{round(seconds * 1e3, 2) + 0.0:+.2f} ms"
 
 
 def _three_digits(value: float) -> str:
