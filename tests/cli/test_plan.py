@@ -116,12 +116,22 @@ def test_the_choice_is_written_as_a_recipe_that_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     tables = tomllib.loads(target.read_text())
     assert tables["optim"] == {"lr": 2e-4}
+    assert tables["run"] == {"name": "best"}
     assert tables["train"]["global_batch_size"] == 128
     again = paceline("train", str(target), "--dry-run", "--nproc", "16")
     assert again.returncode == 0, again.stderr
     refused = plan(recipe, "--gpus", "16", "--gpu", "H100-80", "--write", str(target))
     assert refused.returncode == 2
     assert "exists" in refused.stderr
+
+
+def test_four_cards_of_24_gb_are_answered_plainly_and_the_recipe_has_a_name(tmp_path: Path) -> None:
+    target = tmp_path / "my_7b.toml"
+    done = plan("llama2_7b", "--gpus", "4", "--gpu", "RTX 4090", "--write", str(target))
+    assert done.returncode == 0, done.stderr
+    answer = done.stdout.index("Nothing fits with AdamW's state on the cards: 6.74B parameters take 16 bytes each")
+    assert done.stdout.index("Does it fit?") < answer < done.stdout.index("Layouts, predicted")
+    assert tomllib.loads(target.read_text())["run"] == {"name": "my_7b"}
 
 
 def test_the_page_is_whole(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.costs.hardware import hardware_names
 from paceline.errors import ConfigError
 from paceline.planner.machines import DESCRIPTION, find_gpu, make_cluster
 
@@ -22,6 +23,9 @@ from paceline.planner.machines import DESCRIPTION, find_gpu, make_cluster
         ("h100 pcie", "H100 PCIe"),
         ("b200", "B200 SXM"),
         ("gb200", "GB200"),
+        ("l40s", "L40S"),
+        ("mi300x", "MI300X"),
+        ("gh200 96", "GH200 96"),
     ],
 )
 def test_a_gpu_has_many_spellings(text: str, name: str) -> None:
@@ -33,6 +37,29 @@ def test_an_unknown_gpu_is_told_with_how_to_describe_one(text: str) -> None:
     with pytest.raises(ConfigError, match="table of hardware") as caught:
         find_gpu(text)
     assert "memory_gb" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("24", "RTX 4090"),
+        ("80", "A100 SXM 80 or A100 PCIe 80"),
+        ("SXM", "H100 SXM"),
+        ("RTX", "RTX 4090 or RTX 5090"),
+        ("A100", "A100 SXM 40 or A100 SXM 80"),
+        ("GH200", "GH200 96 or GH200 141"),
+    ],
+)
+def test_an_ambiguous_gpu_is_refused_with_those_that_may_be_meant(text: str, names: str) -> None:
+    with pytest.raises(ConfigError, match="does not say which GPU") as caught:
+        find_gpu(text)
+    assert names in caught.value.evidence
+    assert "my_gpu.toml" in caught.value.next_step
+
+
+def test_every_gpu_of_the_table_is_found_by_its_own_name() -> None:
+    for name in hardware_names():
+        assert find_gpu(name).name == find_gpu(name.lower().replace(" ", "-")).name == name
 
 
 def test_a_gpu_is_described_in_ten_lines(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def found(run: MegatronRun, gpu: str = "H100-80") -> set[str]:
     if not any(finding.severity == "error" for finding in problems):
         cluster, _ = make_cluster(find_gpu(gpu), run.gpus, gpus_per_node=run.gpus_per_node)
         problems = [*problems, *advice(run, cluster, MEGATRON)]
-    return {finding.id.removeprefix("megatron/") for finding in problems}
+    return {finding.id.removeprefix("megatron.") for finding in problems}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -125,8 +125,8 @@ def test_what_is_left_off_is_told_with_numbers() -> None:
     cluster, _ = make_cluster(find_gpu("H100-80"), 16)
     told = {finding.id: finding for finding in advice(run, cluster, MEGATRON)}
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel", "attention", "max-connections"):
-        assert told[f"megatron/{name}"].severity == "warning"
-    assert "18 bytes a parameter in place of 6 + 12 / 8" in told["megatron/distributed-optimizer"].evidence
+        assert told[f"megatron.{name}"].severity == "warning"
+    assert "18 bytes a parameter in place of 6 + 12 / 8" in told["megatron.distributed-optimizer"].evidence
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_full_recomputation_is_the_first_suspect() -> None:
     run = read_megatron(model + layout + rest, gpus=128)
     cluster, _ = make_cluster(find_gpu("H100-80"), 128)
     told = advice(run, cluster, MEGATRON)
-    assert told[0].id == "megatron/recompute"
+    assert told[0].id == "megatron.recompute"
     assert "4/3 of the FLOPs" in told[0].evidence
     ids = {finding.id: finding for finding in told}
     # the bubble needs the batch, which was not given: not determined
-    assert "not determined" in ids["megatron/micro-batches"].subject
-    assert {"megatron/sequence-parallel", "megatron/distributed-optimizer"} <= ids.keys()
+    assert "not determined" in ids["megatron.micro-batches"].subject
+    assert {"megatron.sequence-parallel", "megatron.distributed-optimizer"} <= ids.keys()
 
 
 def test_layers_that_do_not_divide_get_a_layout() -> None:

@@ -36,7 +36,7 @@ def test_what_is_made_to_fit_fits(start: int, increment: int, portion: int) -> N
 def test_one_that_cannot_be_dealt_out_is_refused_with_one_that_can() -> None:
     run = read_megatron(f"{FLAGS} --rampup-batch-size 16 16 300000", gpus=64)
     (found,) = [finding for finding in conflicts(run) if finding.severity == "error"]
-    assert found.id == "megatron/ramp-up" and "--rampup-batch-size 64 64 300000" in found.next_step
+    assert found.id == "megatron.ramp-up" and "--rampup-batch-size 64 64 300000" in found.next_step
     run = read_megatron(f"{FLAGS} --rampup-batch-size 64 64 300000", gpus=64)
     assert not [finding for finding in conflicts(run) if finding.severity == "error"]
 

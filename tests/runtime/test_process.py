@@ -69,7 +69,7 @@ def test_batch_script_without_srun_is_one_process_and_says_so() -> None:
     info = process_info(environ)
     assert info == ProcessInfo()
     (finding,) = launch_findings(info, visible_gpus=1, environ=environ)
-    assert finding.id == "launch/batch-script-without-srun" and "12 tasks" in finding.subject
+    assert finding.id == "launch.batch-script-without-srun" and "12 tasks" in finding.subject
     assert "srun" in finding.next_step
 
 

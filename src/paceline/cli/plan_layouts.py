@@ -83,6 +83,7 @@ def show_layouts(request: Request, wanted: Wanted) -> None:
 
 def _print(console: Console, request: Request, ranking: Ranking, why: Reasons, wanted: Wanted) -> None:
     print_table(console, _question(request, ranking))
+    _say(console, "Does it fit?", why.answer)
     console.print()
     if ranking.fitting:
         print_table(console, layouts_table(ranking.fitting[: wanted.top], request.config))
@@ -273,6 +274,8 @@ def written_recipe(request: Request, best: Candidate, path: str) -> str:
     train = {name: getattr(config.train, name) for name in ("micro_batch_size", "global_batch_size", "seq_len")}
     tables.setdefault("train", {}).update(train)
     tables["cluster"] = {"gpus_per_node": request.cluster.gpus_per_node}
+    named = config.run.name != plain.run.name
+    tables["run"] = {"name": config.run.name if named else Path(path).stem}
     if name := _table_name(request.cluster):
         tables["cluster"]["gpu"] = name
     estimate = best.estimate

@@ -29,6 +29,7 @@ def plan_page(
         title,
         [
             table_html(question),
+            *([section("Does it fit?", sentences(why.answer))] if why.answer else []),
             section("Layouts", table_html(layouts)),
             section("Where a step goes", chart.stacked_bars(names, _milliseconds(shown), unit="ms", title="Step time")),
             section(

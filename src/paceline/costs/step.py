@@ -146,8 +146,12 @@ def predict(work: RunConfig | Workload, cluster: Cluster, profile: Profile = PAC
 
 def fits(memory_bytes: float, cluster: Cluster, profile: Profile) -> bool:
     """Whether a rank's bytes, with what torch's allocator does not count, leave `MARGIN` of the card."""
-    usable = cluster.gpu.memory_bytes - profile.context_gib * 2**30
-    return memory_bytes <= (1 - MARGIN) * usable
+    return memory_bytes <= room_of(cluster, profile)
+
+
+def room_of(cluster: Cluster, profile: Profile) -> float:
+    """Bytes of a card that an estimate may fill."""
+    return (1 - MARGIN) * (cluster.gpu.memory_bytes - profile.context_gib * 2**30)
 
 
 SAFE_SHARE = 0.8

@@ -34,7 +34,7 @@ def find_gpu(text: str) -> Hardware:
     """The GPU of a name in any spelling ("H100-80", "a100 80gb", "4090"), or described in a TOML file.
 
     Raises:
-        ConfigError: it is not known; names the nearest, and how to describe a new one.
+        ConfigError: it is not known, or several are meant equally well; names them, and how to describe a new one.
     """
     if text.endswith(".toml"):
         return read_gpu(Path(text))
@@ -42,22 +42,33 @@ def find_gpu(text: str) -> Hardware:
     if exact is not None:
         return exact
     asked = _parts(text)
-    ranked = [
-        (len(asked & _parts(name)), -len(_parts(name) - asked), "sxm" in _parts(name), -index, name)
-        for index, name in enumerate(hardware_names())
+    meant = [
+        name
+        for name in hardware_names()
         if asked and asked <= _parts(name) | _memory(name) | {"nvidia", "geforce", "amd", "instinct", "gb"}
     ]
-    if ranked:
-        found = find_hardware(max(ranked)[-1])
+    ranks = {name: _closeness(asked, name) for name in meant}
+    best = [name for name in meant if ranks[name] == max(ranks.values())]
+    if len(best) == 1 and asked & _models(best[0]):
+        found = find_hardware(best[0])
         assert found is not None
         return found
+    if meant:
+        candidates = best if any(asked & _models(name) for name in best) else meant
+        raise ConfigError(
+            f"--gpu {text} does not say which GPU of the table of hardware is meant",
+            evidence=f"It may be {' or '.join(candidates)}.",
+            next_step="Give one of these names"
+            + (f': --gpu "{candidates[0]}".' if len(candidates) > 1 else f', "{candidates[0]}", if it is the one.')
+            + f" Or describe yours in a file, my_gpu.toml:\n{_example()}",
+        )
     near = difflib.get_close_matches(text.lower(), [name.lower() for name in hardware_names()], n=3, cutoff=0.3)
     names = [name for close in near for name in hardware_names() if name.lower() == close]
     raise ConfigError(
         f"there is no GPU {text!r} in the table of hardware",
         evidence=f"Near it: {', '.join(names)}. " * bool(names) + f"It has: {', '.join(hardware_names())}.",
         next_step="Take one of these, or describe yours in a file, my_gpu.toml, and pass --gpu my_gpu.toml:\n"
-        + "".join(f"    {line}\n" for line in DESCRIPTION.splitlines()).rstrip(),
+        + _example(),
     )
 
 
@@ -65,6 +76,17 @@ def _parts(name: str) -> frozenset[str]:
     """``A100 SXM 80`` and ``a100-sxm-80gb`` are {a100, sxm, 80}."""
     words = re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", name.lower())
     return frozenset(re.sub(r"^(\d+)(gb|g)$", r"\1", word) for word in words)
+
+
+def _closeness(asked: frozenset[str], name: str) -> tuple[int, int, bool]:
+    """How well a name is meant: words in common, few beyond them, and the usual SXM where nothing else decides."""
+    return len(asked & _parts(name)), -len(_parts(name) - asked), "sxm" in _parts(name)
+
+
+def _models(name: str) -> frozenset[str]:
+    """The words of a name that say which product it is, not its socket or its memory: ``a100``, ``4090``."""
+    words = (word for word in _parts(name) if any(letter.isdigit() for letter in word))
+    return frozenset(word for word in words if not word.isdigit() or len(word) > 3)
 
 
 def _memory(name: str) -> set[str]:
@@ -103,7 +125,11 @@ def read_gpu(path: Path) -> Hardware:
 
 
 def _how() -> str:
-    return "For example:\n" + "".join(f"    {line}\n" for line in DESCRIPTION.splitlines()).rstrip()
+    return f"For example:\n{_example()}"
+
+
+def _example() -> str:
+    return "".join(f"    {line}\n" for line in DESCRIPTION.splitlines()).rstrip()
 
 
 def make_cluster(gpu: Hardware, gpus: int, *, gpus_per_node: int = 0, interconnect: str = "") -> tuple[Cluster, str]:

@@ -26,7 +26,7 @@ def _bare(run: MegatronRun) -> Iterator[Finding]:
     for name in run.flags.bare:
         if name not in PASSIVE:
             yield error(
-                "megatron/value",
+                "megatron.value",
                 f"--{name} stands without a value",
                 "The next word is a flag, or there is none; it was taken as not given.",
                 f"Give --{name} its value, or drop it.",
@@ -39,7 +39,7 @@ def _ranks(run: MegatronRun) -> Iterator[Finding]:
     if gpus % product:
         above = -(-gpus // product) * product
         yield error(
-            "megatron/ranks",
+            "megatron.ranks",
             f"{gpus} GPUs ({run.gpus_reason}) are no multiple of tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = "
             f"{product}",
             "One copy of the model takes that many ranks.",
@@ -51,7 +51,7 @@ def _ranks(run: MegatronRun) -> Iterator[Finding]:
     experts, stage = layout.ep * layout.etp, gpus // layout.pp
     if stage % experts:
         yield error(
-            "megatron/expert-ranks",
+            "megatron.expert-ranks",
             f"expert parallel {layout.ep} x expert tensor parallel {layout.etp} = {experts} does not divide the "
             f"{stage} ranks of a pipeline stage",
             "Without --expert-tensor-parallel-size it is the tensor parallel size."
@@ -67,14 +67,14 @@ def _sizes(run: MegatronRun) -> Iterator[Finding]:
     if model.num_heads % layout.tp:
         fit = divisors(model.num_heads)
         yield error(
-            "megatron/heads",
+            "megatron.heads",
             f"--tensor-model-parallel-size {layout.tp} does not divide --num-attention-heads {model.num_heads}",
             "Each rank computes whole heads.",
             f"Set --tensor-model-parallel-size to one of {listed(fit)}; pipeline and data parallelism take the rest.",
         )
     elif model.attention == "gqa" and model.kv_heads % layout.tp and layout.tp % model.kv_heads:
         yield error(
-            "megatron/query-groups",
+            "megatron.query-groups",
             f"neither of --tensor-model-parallel-size {layout.tp} and --num-query-groups {model.kv_heads} divides the "
             "other",
             "Each rank needs whole groups, or each group a whole run of ranks.",
@@ -82,7 +82,7 @@ def _sizes(run: MegatronRun) -> Iterator[Finding]:
         )
     if not flags.on("kv-channels") and not flags.on("multi-latent-attention") and model.hidden_size % model.num_heads:
         yield error(
-            "megatron/head-width",
+            "megatron.head-width",
             f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {model.num_heads}",
             "A head is hidden / heads wide unless --kv-channels says otherwise.",
             "Give --kv-channels, or another number of heads.",
@@ -90,21 +90,21 @@ def _sizes(run: MegatronRun) -> Iterator[Finding]:
     longest = flags.integer("max-position-embeddings", layout.seq_len)
     if layout.seq_len > longest:
         yield error(
-            "megatron/positions",
+            "megatron.positions",
             f"--seq-length {layout.seq_len} is longer than --max-position-embeddings {longest}",
             "Megatron asserts that positions reach as far as the sequence.",
             f"Set --max-position-embeddings {layout.seq_len}.",
         )
     if model.is_moe and model.num_experts % layout.ep:
         yield error(
-            "megatron/experts",
+            "megatron.experts",
             f"--expert-model-parallel-size {layout.ep} does not divide --num-experts {model.num_experts}",
             "Each rank holds whole experts.",
             f"It may be {listed(divisors(model.num_experts))}.",
         )
     if not model.is_moe and flags.integer("expert-model-parallel-size", 1) > 1:
         yield error(
-            "megatron/experts",
+            "megatron.experts",
             f"--expert-model-parallel-size {flags.text('expert-model-parallel-size')} without --num-experts",
             "There are no experts to spread.",
             "Leave it out, or give --num-experts.",
@@ -112,7 +112,7 @@ def _sizes(run: MegatronRun) -> Iterator[Finding]:
     unit = layout.cp * 2 if layout.cp > 1 else 1
     if layout.seq_len % (unit * (layout.tp if flags.on("sequence-parallel") else 1)):
         yield error(
-            "megatron/sequence",
+            "megatron.sequence",
             f"--seq-length {layout.seq_len} cannot be cut over cp {layout.cp} and tp {layout.tp}",
             "Context parallelism gives each rank two of 2 x cp pieces; sequence parallelism cuts these over tp.",
             f"Take a multiple of {unit * layout.tp}.",
@@ -128,7 +128,7 @@ def _batch(run: MegatronRun) -> Iterator[Finding]:
         below = whole // portion * portion
         sizes = [str(value) for value in (below, below + portion) if value]
         yield error(
-            "megatron/batch",
+            "megatron.batch",
             f"--global-batch-size {whole} is no multiple of micro-batch {layout.micro_batch_size} x data parallel "
             f"{run.dp} = {portion}",
             f"Data parallel is {run.gpus} GPUs / (tp {layout.tp} x pp {layout.pp} x cp {layout.cp}).",
@@ -146,7 +146,7 @@ def _ramp_up(run: MegatronRun, portion: int) -> Iterator[Finding]:
     times = f" x pp {run.layout.pp}" if run.layout.stages_per_rank > 1 else ""
     better = found.made_to_fit(portion, whole)
     yield error(
-        "megatron/ramp-up",
+        "megatron.ramp-up",
         f"--rampup-batch-size {found.start} {found.increment} cannot be dealt out on its way to --global-batch-size "
         f"{whole}",
         f"Start and increment must be multiples of micro-batch {run.layout.micro_batch_size} x data parallel {run.dp}"
@@ -164,14 +164,14 @@ def _pipeline(run: MegatronRun) -> Iterator[Finding]:
     ]
     if virtual and layout.pp == 1:
         yield error(
-            "megatron/interleaving",
+            "megatron.interleaving",
             f"--{virtual[0]} {flags.text(virtual[0])} with --pipeline-model-parallel-size 1",
             "One rank that holds all layers has nothing to interleave; Megatron asserts.",
             f"Leave --{virtual[0]} out, or set --pipeline-model-parallel-size.",
         )
     if len(virtual) == 2:
         yield error(
-            "megatron/interleaving",
+            "megatron.interleaving",
             f"--{virtual[0]} and --{virtual[1]} are both given",
             "They say the same in two ways.",
             f"Keep --{virtual[1]} {layout.stages_per_rank}.",
@@ -181,7 +181,7 @@ def _pipeline(run: MegatronRun) -> Iterator[Finding]:
     uneven = bool(layout.pipeline_layout)
     if uneven and sum(layout.pipeline_layout) != layers:
         yield error(
-            "megatron/stages",
+            "megatron.stages",
             f"the pipeline's layout places {sum(layout.pipeline_layout)} layers, --num-layers is {layers}",
             f"It was read as {list(layout.pipeline_layout)}.",
             "Make them agree.",
@@ -191,7 +191,7 @@ def _pipeline(run: MegatronRun) -> Iterator[Finding]:
         ways = [str(pp) for pp in divisors(layers) if run.gpus % (pp * layout.tp * layout.cp) == 0]
         flag = f"--pipeline-model-parallel-layout 'E{'|'.join('t' * count for count in stages)}L'" if stages else ""
         yield error(
-            "megatron/stages",
+            "megatron.stages",
             f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {layout.pp}",
             "Megatron gives each stage equally many layers unless a layout is given.",
             f"Set --pipeline-model-parallel-size to {' or '.join(ways)}"
@@ -202,7 +202,7 @@ def _pipeline(run: MegatronRun) -> Iterator[Finding]:
         each = layers // layout.pp
         if (of_stage and each % of_stage) or (not of_stage and each % layout.stages_per_rank):
             yield error(
-                "megatron/interleaving",
+                "megatron.interleaving",
                 f"{each} layers of a pipeline rank cannot be cut by --{virtual[0]} {flags.text(virtual[0])}",
                 f"{layers} layers over pp {layout.pp}.",
                 f"Layers of a virtual stage may be {listed(divisors(each))}.",
@@ -212,7 +212,7 @@ def _pipeline(run: MegatronRun) -> Iterator[Finding]:
             if not group:
                 portion = layout.micro_batch_size * run.dp * layout.pp
                 yield error(
-                    "megatron/interleaving",
+                    "megatron.interleaving",
                     f"{run.micro_batches} micro-batches are no multiple of pp {layout.pp}, which interleaving needs",
                     "Megatron's interleaved schedule runs micro-batches in groups of the pipeline's size.",
                     f"Take a global batch that is a multiple of {portion}, or drop --{virtual[0]}.",
@@ -249,10 +249,10 @@ def _switches(run: MegatronRun) -> Iterator[Finding]:
     )
     for first, second, because, step in pairs:
         if because and flags.on(first) and flags.on(second):
-            yield error("megatron/contradiction", f"--{first} and --{second} are both given", because, step)
+            yield error("megatron.contradiction", f"--{first} and --{second} are both given", because, step)
     if flags.on("use-torch-fsdp2") and layout.pp > 1:
         yield error(
-            "megatron/contradiction",
+            "megatron.contradiction",
             f"--use-torch-fsdp2 with --pipeline-model-parallel-size {layout.pp}",
             "Megatron's FSDP2 has no pipeline.",
             "Set --pipeline-model-parallel-size 1, or use --use-distributed-optimizer.",
@@ -267,28 +267,28 @@ def _switches(run: MegatronRun) -> Iterator[Finding]:
     for name, others in needs:
         if flags.on(name) and not flags.on(*others):
             yield error(
-                "megatron/contradiction",
+                "megatron.contradiction",
                 f"--{name} without --{others[0]}",
                 f"--{name} needs it; Megatron asserts.",
                 f"Add --{others[0]}, or drop --{name}.",
             )
     if flags.text("recompute-granularity") == "selective" and flags.on("recompute-method"):
         yield error(
-            "megatron/contradiction",
+            "megatron.contradiction",
             f"--recompute-granularity selective with --recompute-method {flags.text('recompute-method')}",
             "Methods (uniform, block) are those of full recomputation.",
             "Drop --recompute-method, or say --recompute-granularity full.",
         )
     if flags.text("recompute-granularity") == "full" and not flags.on("recompute-method"):
         yield error(
-            "megatron/contradiction",
+            "megatron.contradiction",
             "--recompute-granularity full without --recompute-method",
             "Megatron asserts that a method (uniform or block) is given.",
             "Add --recompute-method uniform --recompute-num-layers 1.",
         )
     if layout.ep > 1 and layout.tp > 1 and not flags.on("sequence-parallel"):
         yield error(
-            "megatron/contradiction",
+            "megatron.contradiction",
             f"--expert-model-parallel-size {layout.ep} with --tensor-model-parallel-size {layout.tp} and no "
             "--sequence-parallel",
             "Megatron needs sequence parallelism where experts and tensors are both spread.",
@@ -305,14 +305,14 @@ def _attention(run: MegatronRun) -> Iterator[Finding]:
         value = environment.get(variable)
         if backend and value is not None and backend != "auto" and (value == "1") != (backend == kind):
             yield error(
-                "megatron/contradiction",
+                "megatron.contradiction",
                 f"--attention-backend {backend} with {variable}={value}",
                 "Megatron sets these variables from --attention-backend and asserts that they agree.",
                 f"Drop {variable}.",
             )
     if flags.on("use-flash-attn") and backend in ("unfused", "local"):
         yield error(
-            "megatron/contradiction",
+            "megatron.contradiction",
             f"--use-flash-attn with --attention-backend {backend}",
             "One asks for the fused kernel, the other forbids it.",
             "Keep --attention-backend flash.",
@@ -324,7 +324,7 @@ def _ignored(run: MegatronRun) -> Iterator[Finding]:
     flags, layout = run.flags, run.layout
     if flags.on("num-query-groups") and not flags.on("group-query-attention"):
         yield Finding(
-            id="megatron/ignored",
+            id="megatron.ignored",
             severity="warning",
             subject=f"--num-query-groups {flags.text('num-query-groups')} without --group-query-attention has no "
             "effect",
@@ -333,7 +333,7 @@ def _ignored(run: MegatronRun) -> Iterator[Finding]:
         )
     if flags.on("sequence-parallel") and layout.tp == 1:
         yield Finding(
-            id="megatron/ignored",
+            id="megatron.ignored",
             severity="note",
             subject="--sequence-parallel with --tensor-model-parallel-size 1 has no effect",
             evidence="Megatron switches it off.",
@@ -341,7 +341,7 @@ def _ignored(run: MegatronRun) -> Iterator[Finding]:
         )
     for name in flags.repeated:
         yield Finding(
-            id="megatron/repeated",
+            id="megatron.repeated",
             severity="warning",
             subject=f"--{name} is given more than once",
             evidence=f"The last one counts: {' '.join(flags.given[name]) or 'on'}.",

@@ -28,7 +28,7 @@ def surroundings(run: MegatronRun, cluster: Cluster) -> Iterator[Finding]:
 def remark(id_: str, severity: Severity, subject: str, evidence: str, step: str, gain: str | None = None) -> Finding:
     """A finding of this reader."""
     return Finding(
-        id=f"megatron/{id_}", severity=severity, subject=subject, evidence=evidence, next_step=step, gain=gain
+        id=f"megatron.{id_}", severity=severity, subject=subject, evidence=evidence, next_step=step, gain=gain
     )
 
 

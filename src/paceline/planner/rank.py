@@ -104,6 +104,9 @@ class Ranking:
     """Predicted not to fit; best first, were the cards larger."""
     predicted: int
     """How many layouts were predicted."""
+    least_on_cards: float | None = None
+    """Where none fits with the optimizer's state on the cards, so that host memory was tried: bytes that the lightest
+    of those needs at least."""
 
 
 def rank(
@@ -139,6 +142,13 @@ def rank(
                 again,
                 too_large=(*_ordered(too_large, "throughput"), *again.too_large),
                 predicted=predicted + again.predicted,
+                least_on_cards=min(
+                    (
+                        *(least for _, least in space.too_large),
+                        *(one.estimate.memory_bytes for one in too_large),
+                    ),
+                    default=None,
+                ),
             )
     return Ranking(
         space=space,

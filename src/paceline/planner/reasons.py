@@ -18,6 +18,9 @@ from paceline.costs.hardware import common_hardware
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.step import MARGIN, PARTS, SAFE_SHARE, StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
+from paceline.planner.fit_answer import LOWBIT, FitAnswer, beyond, eight_bit_findings, fit_answer
+from paceline.planner.layout_text import layout_fields
+from paceline.planner.layout_text import layout_text as layout_text
 from paceline.planner.rank import ALIKE, Candidate, Ranking, rank
 from paceline.planner.rough import Degrees
 from paceline.report import units
@@ -43,12 +46,17 @@ PART_NAMES = {
 
 _WORTHWHILE = 0.01
 """Gains below this share are not told."""
+_NEIGHBOURS = 6
+"""How many are told of the first one's, or as many as there are kinds of parallelism that differ."""
+_AXES = ("tp", "pp", "cp", "ep", "zero", "copies")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
     """Sentences, each with numbers."""
 
+    answer: tuple[str, ...]
+    """What does not fit and why, and what does, where the optimizer's state had to leave the cards."""
     first: tuple[str, ...]
     """Where the time and the memory of the first go."""
     others: tuple[str, ...]
@@ -63,43 +71,14 @@ def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> 
     best = ranking.fitting[0] if ranking.fitting else None
     if best and best.gpus != cluster.gpus:  # of fewer, which cost less
         cluster = replace(cluster, gpus=best.gpus, gpus_per_node=min(cluster.gpus_per_node, best.gpus))
+    answer = fit_answer(ranking, best, cluster, profile) if best else FitAnswer(sentences=(), eight_bit=None)
     return Reasons(
+        answer=answer.sentences,
         first=(*_first(best, cluster, profile), *_tied(ranking, best)) if best else (),
         others=tuple(_others(ranking, best)) if best else (),
-        rejected=tuple(_rejected(ranking, cluster, best)),
-        helps=tuple(_helps(best, cluster, profile) if best else _would_fit(ranking, profile)),
+        rejected=tuple(_rejected(ranking, cluster, best, profile)),
+        helps=tuple(_helps(best, cluster, profile, answer) if best else _would_fit(ranking, profile)),
     )
-
-
-def layout_text(config: RunConfig, *, than: RunConfig | None = None) -> str:
-    """``tp 4, pp 2, zero 1, micro-batch 2, recompute selective``; only what is not 1, or what differs from another."""
-    before = _fields(than) if than else {}
-    shown = []
-    for name, value in _fields(config).items():
-        if than is not None:
-            if before[name] != value:
-                shown.append(f"{name} {value}")
-        elif name in ("zero", "micro-batch") or value not in (1, "none", "1f1b"):
-            shown.append(f"{name} {value}")
-    return ", ".join(shown)
-
-
-def _fields(config: RunConfig) -> dict[str, Any]:
-    parallel = config.parallel
-    mode = parallel.recompute
-    return {
-        "tp": parallel.tp,
-        "pp": parallel.pp,
-        "cp": parallel.cp,
-        "ep": parallel.ep,
-        "zero": parallel.zero,
-        "copies": parallel.dp_replicate,
-        "schedule": parallel.pipeline_schedule if parallel.pp > 1 else "1f1b",
-        "stages a rank": parallel.stages_per_rank,
-        "micro-batch": config.train.micro_batch_size,
-        "recompute": mode if isinstance(mode, str) else "by layer",
-        "offload": parallel.offload,
-    }
 
 
 # ---- the first
@@ -160,23 +139,25 @@ def _tied(ranking: Ranking, best: Candidate) -> Iterator[str]:
 
 
 def _others(ranking: Ranking, best: Candidate) -> Iterator[str]:
-    wanted = _fields(best.config)
+    wanted = layout_fields(best.config)
     nearest: dict[tuple[str, ...], Candidate] = {}
     for candidate in ranking.fitting[1:]:
         if candidate.gpus != best.gpus:
             continue
-        fields = _fields(candidate.config)
+        fields = layout_fields(candidate.config)
         for name, value in fields.items():
             if value != wanted[name]:
                 nearest.setdefault((name, str(value)), candidate)
-    told: set[int] = set()
-    rows = []
-    for (name, value), candidate in nearest.items():
-        if id(candidate) in told or name in ("offload",):
-            continue
-        told.add(id(candidate))
-        rows.append((candidate.estimate.seconds, name, value, candidate))
-    for _, _name, _value, candidate in sorted(rows, key=lambda row: row[0])[:6]:
+    found: dict[int, Candidate] = {}
+    for name in wanted:  # of every kind of parallelism the fastest, then whatever is fastest
+        ones = [candidate for (field, _), candidate in nearest.items() if field == name]
+        if ones and name in _AXES:
+            fastest = min(ones, key=lambda one: one.estimate.seconds)
+            found[id(fastest)] = fastest
+    for (name, _), candidate in sorted(nearest.items(), key=lambda item: item[1].estimate.seconds):
+        if name != "offload" and len(found) < _NEIGHBOURS:
+            found.setdefault(id(candidate), candidate)
+    for candidate in sorted(found.values(), key=lambda one: one.estimate.seconds):
         yield f"{layout_text(candidate.config, than=best.config)}: {_compared(best.estimate, candidate.estimate)}."
 
 
@@ -195,23 +176,29 @@ def _compared(best: StepEstimate, other: StepEstimate) -> str:
 # ---- refused
 
 
-def _rejected(ranking: Ranking, cluster: Cluster, best: Candidate | None) -> Iterator[str]:
-    room = cluster.gpu.memory_bytes
+def _rejected(ranking: Ranking, cluster: Cluster, best: Candidate | None, profile: Profile) -> Iterator[str]:
+    room, limit = cluster.gpu.memory_bytes, beyond(cluster, profile)
     speed = best.estimate.tokens_per_second_per_gpu if best else 0.0
     faster: dict[tuple[Any, ...], Candidate] = {}
     for candidate in ranking.too_large:
         if candidate.gpus != cluster.gpus or candidate.estimate.tokens_per_second_per_gpu <= (1 + _WORTHWHILE) * speed:
             continue
-        fields = _fields(candidate.config)
+        fields = layout_fields(candidate.config)
         key = tuple(fields[name] for name in ("tp", "pp", "cp", "ep", "zero", "copies"))
         if key not in faster or candidate.estimate.memory_bytes < faster[key].estimate.memory_bytes:
             faster[key] = candidate
     for candidate in sorted(faster.values(), key=lambda found: found.estimate.memory_bytes)[:3]:
         gain = f"{candidate.estimate.tokens_per_second_per_gpu / speed - 1:+.1%} tokens/s, but " if speed else ""
-        yield (
-            f"{layout_text(candidate.config)}: {gain}{units.size(candidate.estimate.memory_bytes)} of "
-            f"{units.size(room)}."
-        )
+        size = units.size(candidate.estimate.memory_bytes)
+        yield f"{layout_text(candidate.config)}: {gain}{size} on the fullest card, {limit}."
+    if ranking.fitting and all(one.config.parallel.zero < 2 for one in ranking.fitting):
+        sharded = [one for one in ranking.too_large if one.config.parallel.zero >= 2]
+        if sharded:
+            lightest = min(sharded, key=lambda one: one.estimate.memory_bytes)
+            yield (
+                f"Sharded gradients and parameters (zero 2 and 3): the lightest, {layout_text(lightest.config)}, needs "
+                f"{units.size(lightest.estimate.memory_bytes)}, {limit}."
+            )
     space = ranking.space
     if space.too_large:
         of, least = space.too_large[0]
@@ -245,10 +232,9 @@ def _degrees_text(of: Degrees) -> str:
 # ---- what would help
 
 
-def _helps(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
+def _helps(best: Candidate, cluster: Cluster, profile: Profile, answer: FitAnswer) -> Iterator[Finding]:
     """Single changes to the first layout that a run would accept, each predicted."""
-    if best.config.parallel.offload != "none":
-        yield from _without_host(best.config, cluster, profile)
+    yield from eight_bit_findings(answer)
     asked = Asked.of(best.config, best.gpus)
     found = []
     for name, changes, remark, machines in _changes(best.config, cluster):
@@ -266,29 +252,11 @@ def _helps(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[Find
             found.append((speed, name, step, memory))
     for speed, name, step, memory in sorted(found, key=lambda row: -row[0]):
         yield Finding(
-            id="planner/helps",
+            id="planner.helps",
             severity="note",
             subject=f"{name}: {speed:+.1%} tokens/s, {memory:+.1f} GiB, predicted",
             evidence="The same layout with that one change.",
             next_step=step,
-        )
-
-
-def _without_host(config: RunConfig, cluster: Cluster, profile: Profile) -> Iterator[Finding]:
-    """The best layout that needs no host memory, with moments of 8 bits."""
-    plain = config.parallel.model_copy(update={"offload": "none"})
-    optim = config.optim.model_copy(update={"name": "adamw8bit"})
-    other = config.model_copy(update={"parallel": plain, "optim": optim})
-    found = rank(other, cluster, profile=profile, keep=8, probe=60, offload=False)
-    if found.fitting:
-        best = found.fitting[0]
-        yield Finding(
-            id="planner/eight-bit",
-            severity="note",
-            subject=f"8-bit moments fit without host memory: {layout_text(best.config)}, "
-            f"{best.estimate.memory_gib:.1f} GiB, {units.count(best.tokens_per_second)} tokens/s, predicted",
-            evidence="Moments of AdamW in 8 bits with a scale for every 256: about 2 bytes a parameter in place of 8.",
-            next_step="--set optim.name=adamw8bit",
         )
 
 
@@ -321,7 +289,7 @@ def _would_fit(ranking: Ranking, profile: Profile) -> Iterator[Finding]:
     if smallest is not None:
         needed = smallest.estimate.memory_bytes
         yield Finding(
-            id="planner/nearest",
+            id="planner.nearest",
             severity="note",
             subject=f"the smallest needs {units.size(needed)} of {units.size(cluster.gpu.memory_bytes)}: "
             f"{layout_text(smallest.config)}",
@@ -337,7 +305,7 @@ def _would_fit(ranking: Ranking, profile: Profile) -> Iterator[Finding]:
         after = predict(work, cluster, profile)
         if after.memory_bytes < 0.97 * smallest.estimate.memory_bytes:
             yield Finding(
-                id="planner/lighter",
+                id="planner.lighter",
                 severity="note",
                 subject=f"{name}: {units.size(after.memory_bytes)}" + (" (fits)" if after.fits else ""),
                 evidence="The smallest layout with that one change, predicted.",
@@ -348,7 +316,7 @@ def _would_fit(ranking: Ranking, profile: Profile) -> Iterator[Finding]:
 
 def _lighter(config: RunConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
     if config.optim.name == "adamw":
-        yield "8-bit moments", {"optimizer": "adamw8bit", "offload": "none"}, "--set optim.name=adamw8bit"
+        yield "8-bit moments", {"optimizer": "adamw8bit", "offload": "none"}, f"--set optim.name=adamw8bit {LOWBIT}"
     if config.train.loss_kernel == "plain":
         yield "the chunked loss", {"chunked_loss": True}, "--set train.loss_kernel=chunked"
     shorter = config.train.seq_len // 2
@@ -372,7 +340,7 @@ def _more_gpus(config: RunConfig, cluster: Cluster, profile: Profile) -> Iterato
         if found.fitting:
             best = found.fitting[0]
             yield Finding(
-                id="planner/more-gpus",
+                id="planner.more-gpus",
                 severity="note",
                 subject=f"on {gpus} GPUs it fits: {layout_text(best.config)}, {units.size(best.estimate.memory_bytes)}",
                 evidence=f"{units.count(best.tokens_per_second)} tokens/s, predicted.",

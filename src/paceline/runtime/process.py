@@ -27,7 +27,7 @@ def launch_findings(info: ProcessInfo, visible_gpus: int, environ: Mapping[str, 
     if info.world_size == 1 and visible_gpus > 1:
         findings.append(
             Finding(
-                id="launch/one-process-many-gpus",
+                id="launch.one-process-many-gpus",
                 severity="note",
                 subject=f"{visible_gpus} GPUs are visible, but this run is one process and uses one of them.",
                 evidence="World size is 1: " + _why_single(info, environ),
@@ -38,7 +38,7 @@ def launch_findings(info: ProcessInfo, visible_gpus: int, environ: Mapping[str, 
     elif info.launcher == "single" and number_of(environ, "SLURM_NTASKS", 1) > 1:
         findings.append(
             Finding(
-                id="launch/batch-script-without-srun",
+                id="launch.batch-script-without-srun",
                 severity="note",
                 subject=f"This is a Slurm batch script of {environ['SLURM_NTASKS']} tasks, but only one process runs.",
                 evidence="SLURM_STEP_ID is not set: the command was not started by srun.",

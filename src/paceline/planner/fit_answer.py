@@ -1,0 +1,98 @@
+"""Does it fit, where it does not with the optimizer's state on the cards? The plain answer, before any table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.config.run import RunConfig
+from paceline.costs.layers import count_parameters
+from paceline.costs.profiles import Profile
+from paceline.costs.step import room_of
+from paceline.costs.traffic import MOMENT_BYTES
+from paceline.costs.workload import Cluster
+from paceline.planner.layout_text import layout_text
+from paceline.planner.rank import Candidate, Ranking, rank
+from paceline.report import units
+from paceline.report.finding import Finding
+
+LOWBIT = "(needs: pip install 'paceline[lowbit]')"
+"""What 8-bit moments are installed with."""
+
+_OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "8-bit AdamW", "muon": "Muon"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitAnswer:
+    """What does not fit and why, and what does."""
+
+    sentences: tuple[str, ...]
+    eight_bit: Candidate | None
+    """The best layout that needs no host memory, with moments of 8 bits."""
+
+
+def fit_answer(ranking: Ranking, best: Candidate, cluster: Cluster, profile: Profile) -> FitAnswer:
+    """Of a ranking whose layouts fit in some way; without sentences where the optimizer's state was on the cards."""
+    if best.config.parallel.offload == "none":
+        return FitAnswer(sentences=(), eight_bit=None)
+    eight_bit = _without_host(best.config, cluster, profile)
+    if ranking.least_on_cards is None:  # the recipe itself asks for host memory
+        return FitAnswer(sentences=(), eight_bit=eight_bit)
+    ways = [f"{_optimizer(best.config)}'s state in host memory (parallel.offload, the layouts below): {_numbers(best)}"]
+    if eight_bit is not None:
+        ways.append(f"8-bit moments, all on the cards (optim.name=adamw8bit, the note below): {_numbers(eight_bit)}")
+    return FitAnswer(
+        sentences=(
+            f"Nothing fits with {_optimizer(best.config)}'s state on the cards: {_states(best.config, cluster)}",
+            f"The lightest layout with it there needs {units.size(ranking.least_on_cards)} a card at least, "
+            f"{beyond(cluster, profile)}.",
+            *(f"What fits: {way}." for way in ways),
+        ),
+        eight_bit=eight_bit,
+    )
+
+
+def beyond(cluster: Cluster, profile: Profile) -> str:
+    """``more than the 21.28 GiB of 23.64 GiB that a layout may fill``."""
+    room = units.size(room_of(cluster, profile))
+    return f"more than the {room} of {units.size(cluster.gpu.memory_bytes)} that a layout may fill"
+
+
+def eight_bit_findings(answer: FitAnswer) -> Iterator[Finding]:
+    """The layout with 8-bit moments, and how to ask for it."""
+    best = answer.eight_bit
+    if best is not None:
+        yield Finding(
+            id="planner.eight-bit",
+            severity="note",
+            subject=f"8-bit moments fit without host memory: {layout_text(best.config)}, {_numbers(best)}, predicted",
+            evidence="Moments of AdamW in 8 bits with a scale for every 256: about 2 bytes a parameter in place of 8.",
+            next_step=f"--set optim.name=adamw8bit {LOWBIT}",
+        )
+
+
+def _without_host(config: RunConfig, cluster: Cluster, profile: Profile) -> Candidate | None:
+    plain = config.parallel.model_copy(update={"offload": "none"})
+    optim = config.optim.model_copy(update={"name": "adamw8bit"})
+    other = config.model_copy(update={"parallel": plain, "optim": optim})
+    return next(iter(rank(other, cluster, profile=profile, keep=8, probe=60, offload=False).fitting), None)
+
+
+def _states(config: RunConfig, cluster: Cluster) -> str:
+    """Weights, gradients and optimizer's state, sharded as far as any engine can: fp32 shards and their gradients, or
+    two bytes of each and fp32 masters."""
+    each = 8.0 + MOMENT_BYTES[config.optim.name]
+    parameters = count_parameters(config.model).total
+    total, there = each * parameters, cluster.gpus * cluster.gpu.memory_bytes
+    text = f"{units.count(parameters)} parameters take {each:g} bytes each at least (weights, gradients, masters, "
+    text += f"moments), {units.size(total)}; {cluster.gpus} cards have {units.size(there)} for programs"
+    return text + ("." if total > there else ", which activations, logits and what is not sharded must share.")
+
+
+def _numbers(found: Candidate) -> str:
+    tight = " ! (tight)" if found.estimate.tight else ""
+    return f"{found.estimate.memory_gib:.1f} GiB{tight}, {units.count(found.tokens_per_second)} tokens/s"
+
+
+def _optimizer(config: RunConfig) -> str:
+    return _OPTIMIZERS[config.optim.name]
