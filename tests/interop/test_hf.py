@@ -47,7 +47,8 @@ def test_a_config_made_anew_means_the_same(name: str, tmp_path: Path) -> None:
     """Without the config that it came with: Transformers loads what we wrote, and computes the same."""
     opened = open_source(hub.save(name, tmp_path / "hf"))
     convert(replace(opened, template=None, sidecars={}), tmp_path / "back", Options(to="hf"))
-    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["config.json", "model.safetensors"]
+    names = sorted(path.name for path in (tmp_path / "back").iterdir())
+    assert names == ["config.json", "generation_config.json", "model.safetensors"]
     with torch.no_grad():
         expected = hub.reference(name)(input_ids=hub.tokens()).logits
     assert torch.equal(logits_of(open_source(tmp_path / "back"), hub.tokens())[0], expected)

@@ -81,7 +81,7 @@ def convert(
     from paceline.interop.convert import convert as run
     from paceline.interop.sources import FORMATS, cut_vocabulary, open_source
     from paceline.report.console import make_console
-    from paceline.report.units import gib
+    from paceline.report.units import size
 
     if to and to not in FORMATS:
         raise ConfigError(f"--to {to} is unknown", next_step=f"Take {', '.join(FORMATS)}.")
@@ -117,8 +117,10 @@ def convert(
     if done.left_out:
         text = f"Multi-token prediction is left out ({len(done.left_out)} tensors): {wanted} has no names for it here."
         console.print(text, soft_wrap=True, markup=False)
+    for warning in done.warnings:
+        console.print(warning, soft_wrap=True, markup=False)
     typer.echo(
-        f"{target}: {done.num_tensors} tensors, {gib(done.num_bytes)}, in {seconds:.1f} s "
+        f"{target}: {done.num_tensors} tensors, {size(done.num_bytes)}, in {seconds:.1f} s "
         f"({done.num_bytes / seconds / 1e9:.2f} GB/s)"
     )
     if check:

@@ -54,7 +54,7 @@ def load_speaker(path: Path, *, device: torch.device, tokenizer: str = "", repor
     """
     checkpoint = find_checkpoint(path, report=report)
     config = _recipe(checkpoint)
-    found = load_tokenizer(tokenizer or _tokenizer_of(checkpoint, config))
+    found = load_tokenizer(tokenizer or tokenizer_of(checkpoint, config))
     refuse_tokenizer(found, config.model.vocab_size)
     model = load_model(checkpoint, config, device=device, dtype=speaking_dtype(device))
     return Speaker(model=model, tokenizer=found, checkpoint=checkpoint, config=config)
@@ -104,9 +104,13 @@ def _recipe(checkpoint: Checkpoint) -> RunConfig:
         ) from error
 
 
-def _tokenizer_of(checkpoint: Checkpoint, config: RunConfig) -> str:
+def tokenizer_of(checkpoint: Checkpoint, config: RunConfig) -> str:
     """The copy in the run folder, else the one that came with the first weights, else what the recipe names, else what
-    the dataset's description names."""
+    the dataset's description names.
+
+    Raises:
+        ConfigError: none is known.
+    """
     folders = (checkpoint.folder.parent.parent, checkpoint.folder)
     for run_folder in folders:
         kept = run_folder / "tokenizer"

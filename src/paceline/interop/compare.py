@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,12 +97,13 @@ def _round(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _by_transformers(path: Path, tokens: Tensor, rounded: torch.dtype | None) -> Tensor:
-    import transformers
-
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=True
-        )
+        with _quiet():
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=True
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Transformers cannot load {path}",
@@ -109,3 +113,36 @@ def _by_transformers(path: Path, tokens: Tensor, rounded: torch.dtype | None) ->
     _round(model, rounded)
     with torch.inference_mode():
         return model.eval()(input_ids=tokens).logits.float()
+
+
+NOISE = {
+    # of torchao 0.18: kernels for other machines, which no model here needs
+    "torchao": "Failed to load ",
+    # of torch 2.13, about enums that torchao 0.18 registers
+    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
+}
+"""Logger -> beginning of a message that Transformers brings when it imports torchao."""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the messages of `NOISE` (all others are heard), and without the bar of Transformers."""
+    filters = {
+        logging.getLogger(name): lambda record, begins=begins: not str(record.msg).startswith(begins)
+        for name, begins in NOISE.items()
+    }
+    for logger, only in filters.items():
+        logger.addFilter(only)
+    try:
+        from transformers.utils import logging as theirs
+
+        shown = theirs.is_progress_bar_enabled()
+        theirs.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if shown:
+                theirs.enable_progress_bar()
+    finally:
+        for logger, only in filters.items():
+            logger.removeFilter(only)

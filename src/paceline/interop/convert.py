@@ -32,8 +32,9 @@ from paceline.interop.hf_names import PREDICTS_MORE
 from paceline.interop.hf_write import SHARD_BYTES, HubWriter, cast_dtypes, plan_hub
 from paceline.interop.links import blocks
 from paceline.interop.megatron_write import write_megatron
-from paceline.interop.sidecars import hub_config, read_sidecars
+from paceline.interop.sidecars import SETTINGS, hub_config
 from paceline.interop.sources import Format, Opened, Selected
+from paceline.interop.text_files import unsaid
 from paceline.report import units
 from paceline.runtime.device import versions
 
@@ -93,6 +94,8 @@ class Converted:
     """Of the weights."""
     left_out: tuple[str, ...] = ()
     """Tensors of the source that the format has no names for."""
+    warnings: tuple[str, ...] = ()
+    """What the reader of the folder will miss."""
 
 
 def convert(opened: Opened, dst: Path, options: Options, meter: Meter | None = None) -> Converted:
@@ -115,7 +118,15 @@ def convert(opened: Opened, dst: Path, options: Options, meter: Meter | None = N
     with new_folder(dst, total) as temporary:
         meter.start(total)
         write(opened, temporary, dtypes, options, meter)
-    return Converted(path=dst, num_tensors=len(shapes), num_bytes=total, left_out=left_out)
+    return Converted(
+        path=dst, num_tensors=len(shapes), num_bytes=total, left_out=left_out, warnings=_warnings(opened, options.to)
+    )
+
+
+def _warnings(opened: Opened, to: Format) -> tuple[str, ...]:
+    names = {*opened.made, *opened.sidecars}
+    ends = opened.template is not None or SETTINGS in names
+    return () if to == "megatron" else tuple(unsaid(names, ends=ends or to != "hf"))
 
 
 def _without_mtp(opened: Opened, options: Options) -> tuple[Opened, tuple[str, ...]]:
@@ -150,7 +161,7 @@ def new_folder(dst: Path, num_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(temporary).free
         if free < num_bytes:
             raise CheckpointError(
-                f"{dst} needs {units.gib(num_bytes)}, the disk has {units.gib(free)} left",
+                f"{dst} needs {units.size(num_bytes)}, the disk has {units.size(free)} left",
                 next_step="Free some space, or give a folder on another disk.",
             )
         yield temporary
@@ -182,7 +193,7 @@ def _write_hf(opened: Opened, folder: Path, dtypes: Mapping[str, torch.dtype], o
         shard_bytes=options.shard_bytes,
     )
     writer = HubWriter(folder, plan)
-    writer.create(read_sidecars(opened.sidecars))
+    writer.create(opened.beside())
 
     def write(name: str, box: Box) -> None:
         writer.sink.write(name, box, _block(opened, name, box, dtypes[name], meter))
@@ -221,7 +232,7 @@ def _write_paceline(
         read,
         state=TrainState(step=opened.step, versions=versions()),
         recipe=dump_recipe(recipe),
-        files={f"{COMPANIONS}/{name}": data for name, data in read_sidecars(opened.sidecars).items()},
+        files={f"{COMPANIONS}/{name}": data for name, data in opened.beside().items()},
         threads=options.num_threads,
     )
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.checkpoint.weights import ForeignWeights
-from paceline.config.hub import is_hub_folder
+from paceline.checkpoint.weights import ExportJob, ForeignWeights
+from paceline.config.hub import CONFIG, is_hub_folder
+from paceline.config.load import validate
 from paceline.config.model import ModelConfig
 from paceline.config.plugins import Registry
+from paceline.errors import ConfigError
 from paceline.interop.hf import open_hub
 from paceline.interop.hf_export import export_hub
-from paceline.interop.sidecars import sidecars_in
+from paceline.interop.sidecars import SETTINGS, TOKENIZER, sidecars_in
+from paceline.interop.text_files import made_files, unsaid
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +29,7 @@ log = logging.getLogger(__name__)
 def register(registry: Registry) -> None:
     """Adds all formats."""
     registry.weight_source(_hub_weights)
-    registry.export("hf", export_hub)
+    registry.export("hf", _export)
 
 
 def _hub_weights(path: Path, model: ModelConfig) -> ForeignWeights | None:
@@ -33,3 +41,39 @@ def _hub_weights(path: Path, model: ModelConfig) -> ForeignWeights | None:
     for note in hub.notes if is_first else ():
         log.warning("%s: %s", path, note)
     return ForeignWeights(weights=hub.weights, files=sidecars_in(path))
+
+
+def _export(job: ExportJob) -> None:
+    """As `export_hub`; it also says which token ends a text, where the weights did not come with a hub's config."""
+    made = job.ranks.from_first("looking for the end of a text", lambda: _make(job))
+    try:
+        export_hub(replace(job, files={**made, **job.files}))
+    finally:
+        for folder in {path.parent for path in made.values()}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(job: ExportJob) -> Mapping[str, Path]:
+    """Name -> path of new files in a temporary folder; an export's files are given by path."""
+    made: dict[str, Path] = {}
+    if CONFIG not in job.files:
+        contents = _contents(job)
+        folder = Path(tempfile.mkdtemp(prefix="paceline-export-")) if contents else Path()
+        for name, content in contents.items():
+            made[name] = folder / name
+            made[name].write_bytes(content)
+    names = {*made, *job.files}
+    for warning in unsaid(names, ends=CONFIG in names or SETTINGS in names):
+        log.warning("%s: %s", job.folder, warning)
+    return made
+
+
+def _contents(job: ExportJob) -> dict[str, bytes]:
+    tokenizer = str(next((job.files[name] for name in TOKENIZER if name in job.files), ""))
+    # exports/step_N of a run folder
+    recipe = job.folder.parent.parent / "recipe.toml"
+    try:
+        config = validate(tomllib.loads(recipe.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, ConfigError):
+        return {}
+    return made_files(config, tokenizer or config.data.tokenizer, job.files)

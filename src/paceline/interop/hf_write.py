@@ -17,7 +17,7 @@ from paceline.interop.hf_links import hf_links
 from paceline.interop.hf_names import PREDICTS_MORE
 from paceline.interop.links import LinkedSink, LinkTable
 from paceline.interop.safetensors_write import Layout, SafetensorsWriter, plan_files
-from paceline.interop.sidecars import hub_config
+from paceline.interop.sidecars import IDS, SETTINGS, hub_config, says_nothing, with_ids
 
 SHARD_BYTES = 5 * 10**9
 """Largest weight file, as the hub's own tools cut."""
@@ -90,12 +90,17 @@ class HubWriter:
 
     def create(self, sidecars: Mapping[str, bytes]) -> None:
         """Config, what goes along with it, and the weight files in their sizes; by one process, before all others."""
-        for name, data in sidecars.items():
-            if name != CONFIG:
-                write_file(self.folder / name, data)
-        text = json.dumps(dict(self.plan.config), indent=2, ensure_ascii=False) + "\n"
-        write_file(self.folder / CONFIG, text.encode())
+        config = with_ids(self.plan.config, sidecars.get(SETTINGS))
+        files = {name: data for name, data in sidecars.items() if name != CONFIG} | {CONFIG: _json(config)}
+        if says_nothing(config):
+            files.setdefault(SETTINGS, _json(dict.fromkeys(IDS)))
+        for name, data in files.items():
+            write_file(self.folder / name, data)
         self.files.create()
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -17,13 +17,15 @@ from paceline.errors import ConfigError
 from paceline.interop.block_fp8 import CONFIG_KEY
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+SETTINGS = "generation_config.json"
+IDS = ("bos_token_id", "eos_token_id")
 OTHERS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    SETTINGS,
 )
 
 
@@ -59,7 +61,7 @@ def hub_config(
     Raises:
         ConfigError: no family, or not the one that is asked for, has words for the model.
     """
-    config = _from_template(model, template, model_type, ignore_keys) or config_of(model, model_type)
+    config = _from_template(model, template, model_type, ignore_keys) or _new(model, template, model_type)
     if dtype:
         key = "torch_dtype" if "torch_dtype" in config or "dtype" not in config else "dtype"
         config[key] = dtype
@@ -77,10 +79,34 @@ def _from_template(
         if not differences(model, model_of(sized, ignore_keys)):
             return sized
         # same family, another shape: its ids of special tokens still hold
-        ids = {key: value for key, value in template.items() if re.fullmatch(r"(bos|eos|pad)_token_id", key)}
-        return config_of(model, str(template["model_type"])) | ids
+        return _new(model, template, str(template["model_type"]))
     except ConfigError:
         return None
+
+
+def _new(model: ModelConfig, template: Mapping[str, Any] | None, model_type: str) -> dict[str, Any]:
+    """A config with the ids of special tokens that the template has. Without one they are null: a key that is not there
+    means the ids of the family's first model."""
+    unknown: Mapping[str, Any] = dict.fromkeys(IDS)
+    ids = {key: value for key, value in (template or unknown).items() if re.fullmatch(r"(bos|eos|pad)_token_id", key)}
+    return config_of(model, model_type) | ids
+
+
+def with_ids(config: Mapping[str, Any], settings: bytes | None) -> dict[str, Any]:
+    """``config``; where it gives all ids as null, those in the content of a `generation_config.json`."""
+    if not says_nothing(config):
+        return dict(config)
+    try:
+        said = json.loads(settings or b"{}")
+    except ValueError:
+        said = {}
+    known = said if isinstance(said, dict) else {}
+    return dict(config) | {key: known.get(key) for key in IDS}
+
+
+def says_nothing(config: Mapping[str, Any]) -> bool:
+    """Whether a config says of all ids of special tokens that they are not known."""
+    return all(key in config and config[key] is None for key in IDS)
 
 
 def read_template(files: Mapping[str, Path]) -> dict[str, Any] | None:

@@ -25,7 +25,8 @@ from paceline.interop.hf_links import model_shapes
 from paceline.interop.links import whole
 from paceline.interop.megatron import MegatronFolder
 from paceline.interop.megatron_files import is_megatron
-from paceline.interop.sidecars import read_template, sidecars_in
+from paceline.interop.sidecars import read_sidecars, read_template, sidecars_in
+from paceline.interop.text_files import text_files_of
 
 Format = Literal["hf", "paceline", "megatron"]
 FORMATS: tuple[Format, ...] = ("hf", "paceline", "megatron")
@@ -40,6 +41,8 @@ class Opened:
     model: ModelConfig
     weights: WeightSource
     sidecars: Mapping[str, Path] = field(default_factory=dict)
+    made: Mapping[str, bytes] = field(default_factory=dict)
+    """Name -> content of sidecars that lie nowhere yet."""
     template: dict[str, Any] | None = None
     """The `config.json` that the model came with, if it came with one."""
     recipe: RunConfig | None = None
@@ -49,6 +52,10 @@ class Opened:
     """What a person should know of it."""
     changed: bool = False
     """Whether ``weights`` are others than those that lie in ``path``."""
+
+    def beside(self) -> dict[str, bytes]:
+        """Name -> content of all that goes along with the weights."""
+        return {**self.made, **read_sidecars(self.sidecars)}
 
 
 def detect(path: Path) -> Format:
@@ -124,13 +131,14 @@ def _open_hf(path: Path, ignore_keys: Iterable[str]) -> Opened:
 
 
 def _open_megatron(path: Path, like: Path | None, ignore_keys: Iterable[str]) -> Opened:
+    made: dict[str, bytes] = {}
     if like is None:
         model, sidecars = None, {}
     elif is_hub_folder(like):
         model, sidecars = model_of(read_config(like), ignore_keys), sidecars_in(like)
     else:
         other = open_paceline(like)
-        model, sidecars = other.model, dict(other.sidecars)
+        model, sidecars, made = other.model, dict(other.sidecars), dict(other.made)
     folder = MegatronFolder(path, model)
     return Opened(
         format="megatron",
@@ -138,6 +146,7 @@ def _open_megatron(path: Path, like: Path | None, ignore_keys: Iterable[str]) ->
         model=folder.model,
         weights=folder.weights,
         sidecars=sidecars,
+        made=made,
         template=read_template(sidecars),
         step=folder.step,
         notes=folder.notes,
@@ -158,17 +167,19 @@ def open_paceline(path: Path) -> Opened:
         ) from error
     weights = CheckpointSource(checkpoint)
     _account(folder, recipe.model, weights)
-    run = folder.parent.parent
-    places = [folder / COMPANIONS, run / COMPANIONS, run / "tokenizer"]
+    places = [folder / COMPANIONS, folder.parent.parent / COMPANIONS]
     if recipe.model.init_from and is_hub_folder(recipe.model.init_from):
         places.append(Path(recipe.model.init_from))
     sidecars = sidecars_in(*places)
+    own = text_files_of(checkpoint, recipe, sidecars)
+    sidecars |= own.files
     return Opened(
         format="paceline",
         path=folder,
         model=recipe.model,
         weights=weights,
         sidecars=sidecars,
+        made=own.made,
         template=read_template(sidecars),
         recipe=recipe,
         step=checkpoint.step,

@@ -1,0 +1,140 @@
+"""A model of our own in the hands of other programs: its tokenizer, and where a text ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from paceline.checkpoint.locate import folder_name
+from paceline.config.data import DataConfig
+from paceline.config.run import RunConfig
+from paceline.data.sidecar import Sidecar, sidecar_path, write_sidecar
+from paceline.interop import compare
+from paceline.interop.convert import Options, convert
+from paceline.interop.sources import open_source
+from tests.interop import hub_folders as hub
+from tests.interop.test_training import run as train
+from tests.training.runs import tiny, write_text
+
+WORDS = [chr(ord("a") + i) for i in range(26)] + ["</s>"] + [f"<{i}>" for i in range(70)]
+STOP = 40
+NAMED = WORDS.index("</s>")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder as training leaves it: a checkpoint, the tokenizer under its own name; its dataset beside it."""
+    folder, data = tmp_path / "runs/mine", tmp_path / "data"
+    kept = folder / "tokenizer/mine-tokenizer.json"
+    kept.parent.mkdir(parents=True)
+    Tokenizer(BPE(vocab={word: i for i, word in enumerate(WORDS)}, merges=[])).save(str(kept))
+    sidecar = Sidecar(
+        tokenizer="gone.json",
+        tokenizer_fingerprint=hashlib.sha256(kept.read_bytes()).hexdigest(),
+        vocab_size=len(WORDS),
+        eod_id=STOP,
+        eod_appended=True,
+        documents=1,
+        tokens=2,
+        text_bytes=2,
+    )
+    write_sidecar(data, sidecar)
+    opened = open_source(hub.save("llama", tmp_path / "hub"))
+    ours = replace(opened, template=None, sidecars={}, recipe=RunConfig(data=DataConfig(train=str(data))))
+    convert(ours, folder / "checkpoints" / folder_name(3), Options(to="paceline"))
+    return folder
+
+
+def content(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def ids(folder: Path) -> list[Any]:
+    files = (folder / "config.json", folder / "generation_config.json")
+    return [content(file)[key] for file in files for key in ("bos_token_id", "eos_token_id")]
+
+
+def test_the_tokenizer_goes_along_and_the_dataset_says_where_a_text_ends(run: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = convert(open_source(run), tmp_path / "hf", Options(to="hf", dtype="bf16"))
+    assert done.warnings == () and ids(tmp_path / "hf") == [STOP] * 4
+    assert content(tmp_path / "hf/tokenizer_config.json")["eos_token"] == WORDS[STOP]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs("bcd").input_ids == [1, 2, 3] and theirs.eos_token_id == STOP
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config.eos_token_id == STOP
+
+
+def test_a_checkpoint_keeps_them_too(run: Path, tmp_path: Path) -> None:
+    convert(open_source(run), tmp_path / "ours", Options(to="paceline"))
+    assert (tmp_path / "ours/hub/tokenizer.json").is_file()
+    sidecar_path(tmp_path / "data").unlink()
+    convert(open_source(tmp_path / "ours"), tmp_path / "hf", Options(to="hf"))
+    assert ids(tmp_path / "hf") == [STOP] * 4 and (tmp_path / "hf/tokenizer_config.json").is_file()
+
+
+def test_without_its_dataset_the_tokenizer_decides(run: Path, tmp_path: Path) -> None:
+    sidecar_path(tmp_path / "data").unlink()
+    assert convert(open_source(run), tmp_path / "hf", Options(to="hf")).warnings == ()
+    assert ids(tmp_path / "hf") == [NAMED] * 4
+
+
+def test_a_dataset_of_another_tokenizer_says_nothing(run: Path, tmp_path: Path) -> None:
+    file = sidecar_path(tmp_path / "data")
+    file.write_text(json.dumps(content(file) | {"tokenizer_fingerprint": "0" * 64}))
+    convert(open_source(run), tmp_path / "hf", Options(to="hf"))
+    assert ids(tmp_path / "hf") == [NAMED] * 4
+
+
+def test_what_is_not_known_is_told_and_null(run: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    (run / "tokenizer/mine-tokenizer.json").unlink()
+    sidecar_path(tmp_path / "data").unlink()
+    tokenizer, end = convert(open_source(run), tmp_path / "hf", Options(to="hf")).warnings
+    assert tokenizer.startswith("No tokenizer goes along") and end.startswith("Which token ends a text is not known")
+    assert ids(tmp_path / "hf") == [None] * 4
+    assert AutoConfig.from_pretrained(tmp_path / "hf").eos_token_id is None
+    assert convert(open_source(run), tmp_path / "meg", Options(to="megatron")).warnings == ()
+
+
+def test_a_hub_config_keeps_its_ids(tmp_path: Path) -> None:
+    """Of another shape too, and in another family."""
+    source = hub.save("llama", tmp_path / "hub")
+    hub.change_config(source, bos_token_id=7, eos_token_id=[8, 9])
+    convert(open_source(source), tmp_path / "mistral", Options(to="hf", model_type="mistral"))
+    config = content(tmp_path / "mistral/config.json")
+    assert (config["model_type"], config["bos_token_id"], config["eos_token_id"]) == ("mistral", 7, [8, 9])
+
+
+@pytest.mark.parametrize("data", ["text", "synthetic"])
+def test_an_export_of_a_run_says_it_too(data: str, tmp_path: Path) -> None:
+    where = write_text(tmp_path / "data") if data == "text" else data
+    train(1, [*tiny(tmp_path / "run", where, steps=1), "model.vocab_size=300", "checkpoint.export=hf"])
+    (folder,) = (tmp_path / "run/exports").iterdir()
+    assert ids(folder) == ([256] * 4 if data == "text" else [None] * 4)
+
+
+def test_only_the_known_noise_is_kept_from_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers.utils import logging as theirs
+
+    theirs.enable_progress_bar()
+    with compare._quiet():
+        assert not theirs.is_progress_bar_enabled()
+        for name, begins in compare.NOISE.items():
+            # as the library does: the beginning may hold a place for an argument
+            logging.getLogger(name).warning(begins, *["it"] * begins.count("%s"))
+            logging.getLogger(name).warning("something else")
+    assert theirs.is_progress_bar_enabled()
+    assert [record.getMessage() for record in caplog.records] == ["something else"] * len(compare.NOISE)
+    logging.getLogger("torchao").warning("Failed to load it.so")
+    assert "Failed to load it.so" in caplog.text
