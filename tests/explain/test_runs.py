@@ -15,6 +15,8 @@ from paceline.errors import ConfigError
 from paceline.explain.rules import Diagnosis, diagnose
 from paceline.explain.run_folder import read_run
 from paceline.explain.run_report import dimensions, run_explanation
+from paceline.explain.waterfall import own_parts
+from paceline.observe.phases import PHASES
 from paceline.observe.telemetry.columns import COLUMNS
 from paceline.observe.telemetry.record import FOLDER
 from tests.distributed import run as run_ranks
@@ -281,6 +283,31 @@ def test_a_run_folder_is_read_at_any_time(tmp_path: Path) -> None:
         file.unlink()
     empty = diagnose(read_run(folder))
     assert empty.waterfall is None and run_explanation(empty).page().startswith("<!doctype html>")
+
+
+def test_ranks_and_waterfall_mean_the_same_by_forward(tmp_path: Path) -> None:
+    """On a CPU: what a thread waits for a processor is no forward, in either table."""
+    folder = write(Cluster(dp=2, steps=40), tmp_path / "run")
+    for path in (folder / FOLDER).glob("rank-*.csv"):
+        head, names, *lines = path.read_text().splitlines()
+        rows = [dict(zip(names.split(","), map(int, line.split(",")), strict=True)) for line in lines]
+        head = head.replace('"peak_tflops": 989.0', '"peak_tflops": null')
+        for row in rows:
+            row |= {f"device_{phase}_us": -1 for phase in PHASES}
+            inside = row["host_forward_us"] + row["host_backward_us"]
+            row["thread_queue_us"] = inside // (2 if "00000" in path.name else 4)
+        text = "\n".join(",".join(str(row[name]) for name in names.split(",")) for row in rows)
+        path.write_text(f"{head}\n{names}\n{text}\n")
+    found = diagnose(read_run(folder))
+    parts = own_parts(found.shares)
+    assert found.waterfall is not None and not found.shares.on_device
+    assert float(parts["host"].mean()) == pytest.approx(found.waterfall.seconds("host"), rel=1e-6)
+    assert float(parts["forward"].mean()) == pytest.approx(found.waterfall.seconds("forward"), rel=1e-6)
+    assert sum(float(seconds.mean()) for seconds in parts.values()) == pytest.approx(
+        float(found.shares.work.mean()), rel=1e-6
+    )
+    told = next(finding for finding in found.findings if finding.id == "explain.cpu-contention")
+    assert "on the rank that waited longest" in told.evidence and "ms on average" in told.evidence
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:

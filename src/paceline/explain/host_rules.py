@@ -46,6 +46,8 @@ def processor_causes(view: RunView, shares: Shares, report: RankReport) -> Itera
     if not view.knows("thread_queue_us"):
         return
     seconds = worst_rank(shares.queue)
+    mean = float(mean_known(shares.queue))
+    where = f" on the rank that waited longest, {mean * 1e3:.1f} ms on average" if len(view.ranks) > 1 else ""
     busy = float(mean_known(view.column("cpu_busy_pct")))
     own = float(np.nansum(mean_known(view.column("process_cpu_pct"), axis=1)))
     cpus = int(view.fact("cpus", 0)) or 1
@@ -60,7 +62,7 @@ def processor_causes(view: RunView, shares: Shares, report: RankReport) -> Itera
     yield Cause(
         id="explain.cpu-contention",
         subject="the training thread waits for a processor",
-        evidence=f"It could run and had none for {seconds * 1e3:.1f} ms a step.{crowded}",
+        evidence=f"It could run and had none for {seconds * 1e3:.1f} ms a step{where}.{crowded}",
         next_step="End other programs on this host, ask the scheduler for whole cores, or set OMP_NUM_THREADS so that "
         "all ranks' threads fit; `top` shows who takes the processors.",
         share=share,

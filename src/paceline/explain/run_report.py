@@ -12,8 +12,8 @@ from paceline.explain.explanation import Explanation, Picture, bars
 from paceline.explain.ranks import place_of
 from paceline.explain.rules import Diagnosis, diagnose
 from paceline.explain.run_folder import RunView, read_run
-from paceline.explain.shares import OWN, Shares, mean_known
-from paceline.explain.waterfall import Waterfall
+from paceline.explain.shares import Shares, mean_known
+from paceline.explain.waterfall import Waterfall, own_parts
 from paceline.observe.telemetry.columns import DIMENSIONS, SUMMED
 from paceline.report import chart, units
 from paceline.report.table import Table, table
@@ -182,8 +182,9 @@ def _steps_picture(view: RunView, shares: Shares) -> Picture:
 def _ranks_picture(view: RunView, shares: Shares) -> Picture:
     """Own work and waiting of the busiest ranks."""
     order = np.argsort(-np.nan_to_num(mean_known(shares.work, axis=1)))[:_MOST_RANKS]
+    parts = own_parts(shares)
     values = [
-        {name: float(mean_known(shares.own[name][position])) for name in OWN}
+        {name: float(seconds[position]) for name, seconds in parts.items()}
         | {"waiting": float(mean_known(shares.waits[position]))}
         for position in order
     ]
@@ -195,8 +196,9 @@ def _ranks_table(view: RunView, shares: Shares) -> Table:
     work, waits = mean_known(shares.work, axis=1), mean_known(shares.waits, axis=1)
     order = np.argsort(-np.nan_to_num(work))[:_MOST_RANKS]
     rows = []
+    parts = own_parts(shares)
     for position in order:
-        own = {name: float(mean_known(shares.own[name][position])) for name in OWN}
+        own = {name: float(seconds[position]) for name, seconds in parts.items()}
         largest = sorted(own.items(), key=lambda item: -item[1])[:3]
         rows.append(
             (
@@ -209,10 +211,14 @@ def _ranks_table(view: RunView, shares: Shares) -> Table:
         )
     more = f"The {_MOST_RANKS} busiest of {len(view.ranks)}. " if len(view.ranks) > _MOST_RANKS else ""
     return table(
-        (">rank", "place", ">own work", ">waiting", "most of it"),
+        (">rank", "place", ">own work", ">waiting", "most of its own work"),
         rows,
         title="Ranks",
-        notes=(f"{more}Own work: a step without collectives, messages and meetings.",),
+        notes=(
+            f"{more}Wall time of a mean step: own work is the step without collectives, messages and meetings, waiting "
+            "is those. Parts are the waterfall's: host holds garbage collection and, on a CPU, waiting for a "
+            "processor.",
+        ),
     )
 
 
@@ -244,7 +250,8 @@ def _dimensions_table(view: RunView) -> Table:
         rows,
         title="Dimensions",
         notes=(
-            "Means over ranks and settled steps; what is 0 or unknown is left out. All are joined on the step: "
-            "record/rank-*.csv in the run folder, which any spreadsheet opens.",
+            "Means over ranks and settled steps; what is 0 or unknown is left out. Phases of the framework are wall "
+            "time, with all waits in them; thread queue is waiting for a processor, within the phases. All are "
+            "joined on the step: record/rank-*.csv in the run folder, which any spreadsheet opens.",
         ),
     )

@@ -16,9 +16,10 @@ from paceline.costs.hardware import Hardware, find_hardware
 from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import INTERCONNECTS, Cluster, Workload
 from paceline.errors import PacelineError
-from paceline.explain.run_folder import RunView
+from paceline.explain.run_folder import Numbers, RunView
 from paceline.explain.shares import Shares, mean_known
 from paceline.observe.telemetry.columns import AXES
+from paceline.report import units
 
 TERA = 1e12
 
@@ -82,7 +83,7 @@ def make_waterfall(view: RunView, shares: Shares, kinds: Mapping[str, float] | N
         _measured("checkpoint", _mean(shares, "checkpoint"), 0.0 if expected else None),
         _measured("evaluation", _mean(shares, "evaluation"), 0.0 if expected else None),
         _measured("logging", _mean(shares, "log"), None),
-        _measured("host", _host(shares), expected.get("overhead"), "between phases, garbage collection, the queue"),
+        _measured("host", _host(shares), expected.get("overhead"), _host_note(shares)),
     ]
     parts.append(_measured("not attributed", step - sum(part.seconds for part in parts), None))
     shown = tuple(part for part in parts if abs(part.seconds) > 1e-4 * step or (part.expected or 0) > 1e-3 * step)
@@ -132,9 +133,9 @@ def _compute(
     tokens = view.fact("tokens_per_step")
     peak = view.fact("peak_tflops")
     if not (flops and tokens and peak and view.world_size):
-        names = (("forward", "forward"), ("backward", "backward"))
-        scale = inside / max(sum(_mean(shares, phase) for _, phase in names), 1e-12)
-        return [_measured(name, _mean(shares, phase) * scale, None) for name, phase in names]
+        own = own_parts(shares)
+        note = _ON_PROCESSOR if _hidden(shares) > 0.005 * inside else ""
+        return [_measured(name, float(mean_known(own[name])), None, note) for name in ("forward", "backward")]
     ideal = float(flops) * float(tokens) / view.world_size / (float(peak) * TERA)
     if ideal > inside:
         # faster than the peak: it is another device's, or another precision's; no part of it would mean anything
@@ -202,8 +203,33 @@ def _hidden(shares: Shares) -> float:
 
 
 def _lost(shares: Shares) -> float:
-    lost = np.minimum(shares.queue + shares.collections, 0.9 * (shares.own["forward"] + shares.own["backward"]))
-    return float(mean_known(lost))
+    return float(mean_known(_lost_in_compute(shares)))
+
+
+_ON_PROCESSOR = "without garbage collection and waiting for a processor"
+
+
+def _host_note(shares: Shares) -> str:
+    lost = _hidden(shares)
+    waits = f", and {units.duration(lost)} of forward and backward without a processor" if lost > 0 else ""
+    return f"between phases, garbage collection{waits}"
+
+
+def own_parts(shares: Shares) -> dict[str, Numbers]:
+    """[ranks], seconds of a mean step by part, in the waterfall's sense: on a CPU forward and backward are without
+    what was spent in garbage collection and waiting for a processor, which is part of ``host``."""
+    found = {"host" if name == "other" else name: mean_known(values, axis=1) for name, values in shares.own.items()}
+    if shares.on_device:
+        return found
+    lost = mean_known(_lost_in_compute(shares), axis=1)
+    inside = np.maximum(found["forward"] + found["backward"], 1e-12)
+    for name in ("forward", "backward"):
+        found[name] = found[name] * (1 - lost / inside)
+    return found | {"host": found["host"] + lost}
+
+
+def _lost_in_compute(shares: Shares) -> Numbers:
+    return np.minimum(shares.queue + shares.collections, 0.9 * (shares.own["forward"] + shares.own["backward"]))
 
 
 def _host(shares: Shares) -> float:
