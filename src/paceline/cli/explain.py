@@ -27,7 +27,9 @@ def explain(
     ranks: Annotated[
         str, typer.Option("--ranks", metavar="0,1", help="Ranks of the capture; `all` takes every one.")
     ] = "0",
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="The card behind a log, for its MFU.")] = "",
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME", help="The card behind a log, for its MFU: `H100 SXM`.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write one page that opens without a network.")
@@ -43,7 +45,7 @@ def explain(
       paceline explain runs/my --capture 3
       paceline explain runs/before runs/after
       paceline explain trace_rank*.json.gz --html trace.html
-      paceline explain megatron.log --gpu H100
+      paceline explain megatron.log --gpu "H100 SXM"
 
     The exit code is 1 if there is an error among the findings, 2 for bad use, else 0.
     """

@@ -56,6 +56,11 @@ _NETWORK = re.compile(
     r"NET/IB : No device found|Using network (Socket|IB|AWS Libfabric|\w+)"
 )
 _DISABLED = re.compile(r"NCCL_IB_DISABLE (?:set by environment to|=) ?1|NCCL_IB_DISABLE=1")
+_OURS = re.compile(
+    r"^(?:.*INFO (?:[\w.]+: )?)?(?:step \d+(?:/| of )\d+ .*|(?:data|mesh|model) ready after .*|first step after .*)"
+)
+"""`observe/progress.py` and `training/run.py` write these."""
+_OUR_FOLDER = re.compile(r"(?:run folder[: ]+|checkpoint of step \d+: )([^\s,]+?)(?:/checkpoints/\S*)?$")
 _WORLD = re.compile(r"using world size: (\d+)")
 
 
@@ -152,6 +157,12 @@ def read_lines(path: Path, lines: Iterable[str]) -> LogData:
         # a progress bar writes its lines with carriage returns
         for part in line.split("\r"):
             found.take(part)
+    if not found.known and found.ours:
+        raise ConfigError(
+            f"{path} is the output of `paceline train`, whose run folder says more",
+            evidence=f"For example this line: {found.ours}",
+            next_step=f"Give the run folder: `paceline explain {found.folder or 'runs/NAME'}`.",
+        )
     if not found.known:
         raise ConfigError(
             f"{path} is no log that is known here",
@@ -177,6 +188,8 @@ class _Found:
         self.network: set[str] = set()
         self.summary: dict[str, float] = {}
         self._hf_step = 0
+        self.ours = self.folder = ""
+        """A line of Paceline's own console, and the run folder that it names."""
 
     @property
     def known(self) -> bool:
@@ -199,6 +212,10 @@ class _Found:
             self._transport(line)
         if "--" in line and ("pretrain" in line or "torchrun" in line or "--tensor-model-parallel-size" in line):
             self._flags(line)
+        if not self.ours and (match := _OURS.search(line)):
+            self.ours = match[0].strip()
+        if not self.folder and (match := _OUR_FOLDER.search(line)):
+            self.folder = match[1]
         world = _WORLD.search(line)
         if world:
             self.arguments.setdefault("world_size", world[1])

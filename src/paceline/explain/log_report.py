@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
 
-from paceline.costs.hardware import Hardware, find_hardware
+from paceline.costs.hardware import Hardware, find_hardware, hardware_names
 from paceline.errors import ConfigError
 from paceline.explain.cause import Cause, ranked
 from paceline.explain.explanation import Explanation
@@ -33,14 +34,7 @@ def explain_log(path: Path, *, gpu: str = "") -> Explanation:
         ConfigError: the log is not known, the card is not in the table, or the log's speed is above the card's peak.
     """
     log = read_log(path)
-    card = None
-    if gpu:
-        card = find_hardware(gpu)
-        if card is None:
-            raise ConfigError(
-                f"there is no GPU {gpu!r} in the table of hardware: MFU is not available",
-                next_step="`paceline plan --help` lists the names; leave --gpu out to go on without MFU.",
-            )
+    card = card_named(gpu) if gpu else None
     facts = log_facts(log, card)
     causes = [*_missing(log, card), *_trend(log), *_watchdog(log), *_network(log), *_data(log)]
     if log.framework == "Megatron-LM" or "tensor_model_parallel_size" in log.arguments:
@@ -51,6 +45,25 @@ def explain_log(path: Path, *, gpu: str = "") -> Explanation:
         findings=tuple(cause.finding() for cause in ranked(causes)),
         data={"framework": log.framework, "steps": len(log.steps), **facts},
     )
+
+
+def card_named(name: str) -> Hardware:
+    """The card of that name.
+
+    Raises:
+        ConfigError: it is not in the table of hardware.
+    """
+    card = find_hardware(name)
+    if card is None:
+        names = {each.lower(): each for each in hardware_names()}
+        begins = [each for low, each in names.items() if low.startswith(name.lower().split(" ")[0])]
+        near = begins or [names[low] for low in get_close_matches(name.lower(), list(names), n=3, cutoff=0.5)]
+        raise ConfigError(
+            f"there is no GPU {name!r} in the table of hardware: MFU is not available",
+            evidence=f"{'Nearest' if near else 'It has'}: {', '.join(near or names.values())}.",
+            next_step="Give one of these names, or leave --gpu out to go on without MFU.",
+        )
+    return card
 
 
 def log_facts(log: LogData, card: Hardware | None = None) -> dict[str, float]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.errors import ConfigError
+from paceline.config.load import load_recipe
+from paceline.errors import ConfigError, PacelineError
 from paceline.explain.compare import compare_logs, compare_runs
 from paceline.explain.compare_traces import compare_traces
 from paceline.explain.explanation import Explanation
-from paceline.explain.log_report import explain_log
+from paceline.explain.log_report import card_named, explain_log
 from paceline.explain.run_folder import is_run_folder
 from paceline.explain.run_report import explain_run
 from paceline.explain.trace_report import explain_traces
+from paceline.report.finding import Finding
 
 Kind = Literal["run", "trace", "log"]
+
+_MOST_RUNS = 6
+"""That are named where a folder holds more."""
 
 
 def explain(paths: Sequence[Path], *, gpu: str = "", compare: bool = False) -> Explanation:
@@ -24,11 +30,31 @@ def explain(paths: Sequence[Path], *, gpu: str = "", compare: bool = False) -> E
 
     Args:
         paths: one run folder; traces of the ranks of one program; a log; or two of a kind to compare.
+        gpu: the card behind a log; whatever else is given knows its own.
         compare: two traces are compared instead of taken for two ranks.
 
     Raises:
-        ConfigError: a path is missing, not known, or they do not go together.
+        ConfigError: a path is missing, not known, or they do not go together; or the card is not known.
     """
+    card = card_named(gpu) if gpu else None
+    found, used = _explain(paths, gpu=gpu, compare=compare)
+    return found if card is None or used else replace(found, findings=(*found.findings, _not_used(card.name)))
+
+
+def _not_used(name: str) -> Finding:
+    return Finding(
+        id="explain.gpu-not-used",
+        severity="note",
+        subject=f"--gpu {name} is not used",
+        evidence="It is for one log, which does not name its card; a run folder and a trace name theirs, and two logs "
+        "are compared without a peak.",
+        next_step="Leave --gpu out.",
+        gain="-",
+    )
+
+
+def _explain(paths: Sequence[Path], *, gpu: str, compare: bool) -> tuple[Explanation, bool]:
+    """Also whether the card was of use."""
     kinds = [kind_of(path) for path in paths]
     if len(set(kinds)) > 1:
         raise ConfigError(
@@ -41,11 +67,12 @@ def explain(paths: Sequence[Path], *, gpu: str = "", compare: bool = False) -> E
     if compare and len(paths) != 2:
         raise ConfigError(f"--compare takes two, not {len(paths)}", next_step="Give the two that are to be compared.")
     if kind == "trace":
-        return compare_traces(traces[0], traces[1]) if compare and len(traces) == 2 else explain_traces(traces)
+        both = compare and len(traces) == 2
+        return (compare_traces(traces[0], traces[1]) if both else explain_traces(traces)), False
     if len(paths) == 1:
-        return explain_run(paths[0]) if kind == "run" else explain_log(paths[0], gpu=gpu)
+        return (explain_run(paths[0]), False) if kind == "run" else (explain_log(paths[0], gpu=gpu), True)
     if len(paths) == 2:
-        return compare_runs(*paths) if kind == "run" else compare_logs(*paths)
+        return (compare_runs(*paths) if kind == "run" else compare_logs(*paths)), False
     raise ConfigError(f"{len(paths)} {kind}s were given", next_step="Give one, or two to compare.")
 
 
@@ -60,6 +87,15 @@ def kind_of(path: Path) -> Kind:
             return "run"
         if traces_of(path):
             return "trace"
+        if inside := runs_in(path):
+            shown = [f"`paceline explain {run}`" for run in inside[:_MOST_RUNS]]
+            more = f", and {len(inside) - _MOST_RUNS} older ones" if len(inside) > _MOST_RUNS else ""
+            raise ConfigError(
+                f"{path} is no run folder, it holds {len(inside)} of them"
+                if len(inside) > 1
+                else f"{path} is no run folder, it holds one",
+                next_step=f"Give one, or two to compare: {', '.join(shown)}{more}.",
+            )
         raise ConfigError(
             f"{path} is neither a run folder nor a folder of traces",
             evidence="It has no recipe.toml, metrics.jsonl or record/, and no *.json or *.json.gz.",
@@ -69,6 +105,8 @@ def kind_of(path: Path) -> Kind:
         raise ConfigError(
             f"there is no {path}", next_step="Give a run folder, traces (*.json, *.json.gz) or a training log."
         )
+    if path.suffix == ".toml":
+        raise ConfigError(f"{path} is a recipe: it tells what to run, not how it ran", next_step=_runs_of(path))
     head = _head(path).lstrip("\ufeff \t\r\n")
     if head.startswith(("{", "[")) and ('"traceEvents"' in head or '"ph"' in head or "log_history" not in head):
         if head.startswith("{") and "log_history" in head:
@@ -77,6 +115,32 @@ def kind_of(path: Path) -> Kind:
         if head.startswith("{") or head[1:].lstrip().startswith(("{", "]")):
             return "log" if head.startswith("{'") else "trace"
     return "log"
+
+
+def runs_in(path: Path) -> list[Path]:
+    """Run folders below a folder, or below its ``runs``; the newest first."""
+    found = [each for folder in (path, path / "runs") if folder.is_dir() for each in _folders(folder)]
+    return sorted((each for each in found if is_run_folder(each)), key=lambda run: -run.stat().st_mtime)
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [each for each in path.iterdir() if each.is_dir()]
+    except OSError:
+        return []
+
+
+def _runs_of(recipe: Path) -> str:
+    """What to give instead of a recipe."""
+    if is_run_folder(recipe.parent) and recipe.name == "recipe.toml":
+        return f"Give its folder: `paceline explain {recipe.parent}`."
+    try:
+        where = load_recipe(recipe).config.run.folder
+    except (PacelineError, OSError):
+        return "Give the folder that `paceline train` wrote (run.dir), by default runs/NAME."
+    if is_run_folder(Path(where)):
+        return f"Give the folder of its run: `paceline explain {where}`."
+    return f"Run it first (`paceline train {recipe}`), then give the folder of its run: `paceline explain {where}`."
 
 
 def traces_of(path: Path) -> list[Path]:
