@@ -105,6 +105,7 @@ def test_what_is_not_known_is_told_and_null(run: Path, tmp_path: Path) -> None:
     assert ids(tmp_path / "hf") == [None] * 4
     assert AutoConfig.from_pretrained(tmp_path / "hf").eos_token_id is None
     assert convert(open_source(run), tmp_path / "meg", Options(to="megatron")).warnings == ()
+    assert "--like" in convert(open_source(tmp_path / "meg"), tmp_path / "back", Options(to="hf")).warnings[-1]
 
 
 def test_a_hub_config_keeps_its_ids(tmp_path: Path) -> None:
@@ -119,7 +120,10 @@ def test_a_hub_config_keeps_its_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", ["text", "synthetic"])
 def test_an_export_of_a_run_says_it_too(data: str, tmp_path: Path) -> None:
     where = write_text(tmp_path / "data") if data == "text" else data
-    train(1, [*tiny(tmp_path / "run", where, steps=1), "model.vocab_size=300", "checkpoint.export=hf"])
+    train(
+        2 if data == "text" else 1,
+        [*tiny(tmp_path / "run", where, steps=1), "model.vocab_size=300", "checkpoint.export=hf"],
+    )
     (folder,) = (tmp_path / "run/exports").iterdir()
     assert ids(folder) == ([256] * 4 if data == "text" else [None] * 4)
 

@@ -121,7 +121,7 @@ def convert(
         console.print(warning, soft_wrap=True, markup=False)
     typer.echo(
         f"{target}: {done.num_tensors} tensors, {size(done.num_bytes)}, in {seconds:.1f} s "
-        f"({done.num_bytes / seconds / 1e9:.2f} GB/s)"
+        f"({size(done.num_bytes / seconds)}/s)"
     )
     if check:
         _check(opened, target, options)

@@ -126,7 +126,10 @@ def convert(opened: Opened, dst: Path, options: Options, meter: Meter | None = N
 def _warnings(opened: Opened, to: Format) -> tuple[str, ...]:
     names = {*opened.made, *opened.sidecars}
     ends = opened.template is not None or SETTINGS in names
-    return () if to == "megatron" else tuple(unsaid(names, ends=ends or to != "hf"))
+    warnings = [] if to == "megatron" else unsaid(names, ends=ends or to != "hf")
+    if warnings and opened.format == "megatron":
+        warnings.append("--like, a Hugging Face folder or a run of the same model, gives what is missing.")
+    return tuple(warnings)
 
 
 def _without_mtp(opened: Opened, options: Options) -> tuple[Opened, tuple[str, ...]]:
