@@ -201,7 +201,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_once(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(store, "_write_local", no_space)
         manager.save(contents(2))
-        with pytest.raises(CheckpointError, match=r"writing .*step_00000002") as caught:
+        with pytest.raises(CheckpointError, match=r"Writing .*step_00000002 failed") as caught:
             manager.save(contents(3))
     assert "No space left on device" in str(caught.value) and "Free space" in str(caught.value)
     assert manager.completed() is None
@@ -249,7 +249,7 @@ def test_a_checkpoint_moved_aside_for_its_successor_comes_back(tmp_path):
     (tmp_path / "step_00000002.tmp-12345678").mkdir()
     findings: list[Finding] = []
     assert loaded_step(make(tmp_path, findings)) == 1
-    assert [finding.id for finding in findings] == ["checkpoint/unfinished"]
+    assert [finding.id for finding in findings] == ["checkpoint.unfinished"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
 
 

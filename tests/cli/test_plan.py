@@ -145,6 +145,13 @@ def test_the_page_is_whole(tmp_path: Path) -> None:
     assert "https://" not in text
 
 
+def test_a_page_without_layouts_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "plan.html"
+    done = plan("llama2_70b", "--gpus", "4", "--gpu", "RTX 4090", "--html", str(target))
+    assert done.returncode == 2 and "without layouts" in done.stderr and not target.exists()
+    assert "Nothing fits, not with the optimizer's state in host memory either" in done.stdout
+
+
 def test_money_days_and_the_convention_are_shown() -> None:
     done = plan(*LLAMA, "--tokens", "1T", "--price", "2")
     assert "GPU-hours" in done.stdout

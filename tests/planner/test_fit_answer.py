@@ -60,3 +60,13 @@ def test_nothing_is_answered_where_the_state_stays_on_the_cards() -> None:
     ranking = rank(config, cluster, keep=4, probe=20)
     assert ranking.fitting and ranking.least_on_cards is None
     assert reasons(ranking, cluster).answer == ()
+
+
+def test_where_nothing_fits_the_answer_says_how_far_off_it_is() -> None:
+    config = resolve({"model": {"preset": "llama2_70b"}, "train": {"seq_len": 4096, "global_batch_size": 128}}).config
+    cluster, _ = make_cluster(find_gpu("RTX 4090"), 4)
+    ranking = rank(config, cluster)
+    assert not ranking.fitting
+    needed, lightest = reasons(ranking, cluster).answer
+    assert "not with the optimizer's state in host memory either" in needed and "69.0B parameters" in needed
+    assert "more than the 21.28 GiB" in lightest

@@ -88,7 +88,7 @@ def _all_problems(candidate: Path, ranks: Ranks) -> list[str]:
 def _damaged(folder: Path, problems: list[str]) -> Finding:
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
     return Finding(
-        id="checkpoint/damaged",
+        id="checkpoint.damaged",
         severity="warning",
         subject=f"The checkpoint {folder} is damaged or half-written and is not used.",
         evidence="; ".join(problems[:3]) + more + ".",
@@ -141,7 +141,7 @@ def clean_unfinished(folder: Path, report: Report | None = None) -> None:
         if report is not None and not match.group(2):
             report(
                 Finding(
-                    id="checkpoint/unfinished",
+                    id="checkpoint.unfinished",
                     severity="note",
                     subject=f"Removed {path.name}: a checkpoint that was being written when the run ended.",
                     evidence="Its manifest.json was not there yet, or it had not got its final name.",

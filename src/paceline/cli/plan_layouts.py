@@ -93,7 +93,8 @@ def _print(console: Console, request: Request, ranking: Ranking, why: Reasons, w
         _say(console, "In place of it", (*_own(request, ranking.fitting[0]), *why.others))
     else:
         console.print(Text("Nothing fits.", style="bold"))
-        print_table(console, layouts_table(_lightest(ranking)[: wanted.top], request.config))
+        if ranking.too_large:
+            print_table(console, layouts_table(_lightest(ranking)[: wanted.top], request.config))
     _say(console, "Not in the table", why.rejected)
     if why.helps:
         console.print()
@@ -119,6 +120,12 @@ def _own(request: Request, best: Candidate) -> list[str]:
 def _write_page(request: Request, ranking: Ranking, why: Reasons, wanted: Wanted) -> None:
     shown = (list(ranking.fitting) or _lightest(ranking))[: wanted.top]
     title = f"{request.name} on {request.cluster.name}"
+    if not shown:
+        raise ConfigError(
+            f"--html {wanted.html} would be a page without layouts: none comes near enough to fitting",
+            evidence="".join(why.answer[-1:]),
+            next_step="More or larger GPUs, or a smaller model; without --html it says what would fit.",
+        )
     question, layouts = _question(request, ranking), layouts_table(shown, request.config)
     Path(wanted.html).write_text(plan_page(title, question, layouts, shown, ranking, why), encoding="utf-8")
 

@@ -298,7 +298,7 @@ def _ratio(total: float, number: float) -> float | None:
 
 def _impossible_mfu(mfu: float, tflops: float, rates: Rates) -> Finding:
     return Finding(
-        id="observe/mfu-above-one",
+        id="observe.mfu-above-one",
         severity="error",
         subject=f"MFU would be {mfu:.0%}, which cannot be; it is left out.",
         evidence=f"{tflops:.1f} TFLOP/s per device by the {rates.flops_convention} convention, "

@@ -31,8 +31,10 @@ class FitAnswer:
     """The best layout that needs no host memory, with moments of 8 bits."""
 
 
-def fit_answer(ranking: Ranking, best: Candidate, cluster: Cluster, profile: Profile) -> FitAnswer:
-    """Of a ranking whose layouts fit in some way; without sentences where the optimizer's state was on the cards."""
+def fit_answer(ranking: Ranking, best: Candidate | None, cluster: Cluster, profile: Profile) -> FitAnswer:
+    """Without sentences where a layout fits with the optimizer's state on the cards."""
+    if best is None:
+        return FitAnswer(sentences=tuple(_nothing_fits(ranking, cluster, profile)), eight_bit=None)
     if best.config.parallel.offload == "none":
         return FitAnswer(sentences=(), eight_bit=None)
     eight_bit = _without_host(best.config, cluster, profile)
@@ -50,6 +52,18 @@ def fit_answer(ranking: Ranking, best: Candidate, cluster: Cluster, profile: Pro
         ),
         eight_bit=eight_bit,
     )
+
+
+def _nothing_fits(ranking: Ranking, cluster: Cluster, profile: Profile) -> Iterator[str]:
+    config = ranking.space.config
+    needed = [
+        *(least for _, least in ranking.space.too_large),
+        *(one.estimate.memory_bytes for one in ranking.too_large),
+    ]
+    if needed:
+        host = ", not with the optimizer's state in host memory either" if config.parallel.offload != "none" else ""
+        yield f"Nothing fits{host}: {_states(config, cluster)}"
+        yield f"The lightest layout needs {units.size(min(needed))} a card at least, {beyond(cluster, profile)}."
 
 
 def beyond(cluster: Cluster, profile: Profile) -> str:

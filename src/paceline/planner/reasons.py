@@ -71,7 +71,7 @@ def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> 
     best = ranking.fitting[0] if ranking.fitting else None
     if best and best.gpus != cluster.gpus:  # of fewer, which cost less
         cluster = replace(cluster, gpus=best.gpus, gpus_per_node=min(cluster.gpus_per_node, best.gpus))
-    answer = fit_answer(ranking, best, cluster, profile) if best else FitAnswer(sentences=(), eight_bit=None)
+    answer = fit_answer(ranking, best, cluster, profile)
     return Reasons(
         answer=answer.sentences,
         first=(*_first(best, cluster, profile), *_tied(ranking, best)) if best else (),
