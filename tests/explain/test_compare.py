@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.compare import compare_runs
+from paceline.explain.compare import compare_runs, listed, settings_apart
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -31,3 +31,22 @@ def test_nothing_was_acted_on_where_nothing_was_changed(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         write(Cluster(seed=seed), tmp_path / name)
     assert compare_runs(tmp_path / "a", tmp_path / "b").data["acted_on"] == []
+
+
+def test_the_size_of_the_model_stands_first_and_what_is_left_out_is_counted() -> None:
+    first = {"train.eval_interval": 0, "checkpoint.interval": 5, "model.norm_eps": 1, "model.num_layers": 4, "b": 1}
+    first |= {"train.seq_len": 16, "parallel.tp": 1}
+    apart = [one.key for one in settings_apart(first, {})]
+    assert apart == [
+        *("model.num_layers", "train.seq_len", "model.norm_eps", "parallel.tp", "b"),
+        *("checkpoint.interval", "train.eval_interval"),
+    ]
+    assert listed(apart).endswith("checkpoint.interval and 1 more") and listed(apart[:6]).endswith("interval")
+
+
+def test_variables_that_are_set_by_launchers_are_no_difference(tmp_path: Path) -> None:
+    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "OMP_NUM_THREADS": "12", "TORCHINDUCTOR_CACHE_DIR": "/a"}
+    write(Cluster(seed=1, dp=8, environment=own), tmp_path / "a")
+    write(Cluster(seed=2, dp=8, environment={"NCCL_ALGO": "Ring"}), tmp_path / "b")
+    found = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert [one["key"] for one in found.data["settings"]] == ["environment NCCL_ALGO"]

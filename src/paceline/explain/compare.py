@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from paceline.explain.log_file import read_log
 from paceline.explain.log_report import log_facts
 from paceline.explain.loss_apart import loss_causes
 from paceline.explain.rules import Diagnosis, diagnose
-from paceline.explain.run_folder import read_run
+from paceline.explain.run_folder import RunView, read_run
 from paceline.report import units
 from paceline.report.table import Table, table
 
@@ -30,6 +30,16 @@ WORK = (
 )
 """What a step has to do."""
 
+_SIZE = (
+    *("num_layers", "hidden_size", "ffn_size", "ffn_hidden_size", "num_heads", "num_attention_heads", "num_kv_heads"),
+    *("num_query_groups", "head_dim", "kv_channels", "vocab_size", "padded_vocab_size", "num_experts"),
+)
+"""Of the model, as recipes and Megatron-LM call them."""
+_NOW_AND_THEN = re.compile(r"(^|[._])(eval|checkpoint|save|log|exit|tensorboard)([._]|$)")
+"""In names of what happens between steps."""
+_MOST_LISTED = 6
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -39,14 +49,36 @@ class Difference:
 
 
 def settings_apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
-    """Keys with different values, those that change the work first."""
+    """Keys with different values: the size of the model first, then the rest of the work, what comes now and then
+    last."""
     keys = [
         key
-        for key in sorted(first.keys() | second.keys())
+        for key in first.keys() | second.keys()
         if first.get(key) != second.get(key) and not key.startswith(NOT_COMPARED)
     ]
-    keys.sort(key=lambda key: (key not in WORK, not key.startswith(("model.", "train.")), key))
+    keys.sort(key=lambda key: (_weight(key), key))
     return [Difference(key=key, first=first.get(key), second=second.get(key)) for key in keys]
+
+
+def _weight(key: str) -> int:
+    """The smaller, the more a step depends on it."""
+    if key.removeprefix("model.") in _SIZE:
+        return 0
+    if key in WORK:
+        return 1
+    if key.startswith("model."):
+        return 2
+    if _NOW_AND_THEN.search(key):
+        return 6
+    if key.startswith(("parallel.", "train.", "ranks", "device")):
+        return 3
+    return 5 if key.startswith(("environment ", "version ")) else 4
+
+
+def listed(items: Sequence[str], separator: str = ", ") -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(items) - _MOST_LISTED} more" if len(items) > _MOST_LISTED else ""
+    return separator.join(items[:_MOST_LISTED]) + more
 
 
 def compare_runs(first: Path, second: Path) -> Explanation:
@@ -96,10 +128,27 @@ def _data_differs(differences: list[Difference]) -> bool:
 
 def _settings(found: Diagnosis) -> dict[str, Any]:
     view = found.view
-    environment = {f"environment {name}": value for name, value in view.fact("environment", {}).items()}
+    environment = {f"environment {name}": value for name, value in chosen_variables(view).items()}
     versions = {f"version of {name}": value for name, value in view.fact("versions", {}).items()}
     machine = {"ranks": view.world_size, "device": view.fact("device_name")}
     return {**view.recipe, **environment, **versions, **machine}
+
+
+def chosen_variables(view: RunView) -> dict[str, str]:
+    """The environment without what Paceline, torchrun or torch set by themselves, and without places of caches."""
+    ranks = int(view.fact("local_world_size") or 1)
+    own = {
+        # `runtime/process.py`; torchrun gives 1
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("1", "3"),
+        "CUDA_MODULE_LOADING": ("LAZY",),
+        # a share of the processors by `runtime/elastic.py`; 1 by torchrun with several processes
+        "OMP_NUM_THREADS": (str(max(1, int(view.fact("cpus") or 0) // ranks)), *(("1",) if ranks > 1 else ())),
+    }
+    return {
+        name: value
+        for name, value in view.fact("environment", {}).items()
+        if name not in _CACHES and str(value) not in own.get(name, ())
+    }
 
 
 def _seconds(found: Diagnosis) -> float | None:
@@ -120,12 +169,12 @@ def _settings_cause(differences: list[Difference]) -> list[Cause]:
     work = [one for one in differences if one.key in WORK or one.key.startswith("model.")]
     if not work:
         return []
-    listed = "; ".join(f"{one.key} = {one.first} and {one.second}" for one in work[:6])
+    values = listed([f"{one.key} = {_show(one.first)} and {_show(one.second)}" for one in work], "; ")
     return [
         Cause(
             id="explain.not-the-same-work",
             subject="the two do not do the same work: their steps cannot be compared directly",
-            evidence=f"{listed}.",
+            evidence=f"{values}.",
             next_step="Compare tokens/s only where length of sequences, padding and model agree; repeat one of "
             "them with "
             "the other's values.",
@@ -145,7 +194,7 @@ def _run_causes(a: Diagnosis, b: Diagnosis, differences: list[Difference]) -> li
     name = max(grown, key=lambda key: abs(grown[key]))
     slower = after > before
     others = [one for one in differences if not (one.key in WORK or one.key.startswith("model."))]
-    settings = f" Settings that differ: {', '.join(one.key for one in others[:6])}." if others else ""
+    settings = f" Settings that differ: {listed([one.key for one in others])}." if others else ""
     tokens = f" Tokens/s of a device: {_tokens(a) or 0:.0f} and {_tokens(b) or 0:.0f}."
     return [
         Cause(
