@@ -106,6 +106,20 @@ def test_everybody_in_the_same_collective_is_a_transfer(tmp_path: Path) -> None:
     assert "same place" in cause.subject and "not determined" in cause.next_step
 
 
+def test_a_stall_of_an_earlier_start_is_not_told(tmp_path: Path) -> None:
+    put(tmp_path, stall(0, time=100.0), stall(1, time=100.0))
+    put(tmp_path, stall(5, time=100.0, step=9))  # of a rank that the newest start does not have
+    assert list(hang_causes(tmp_path, ranks=range(2), last_step=6, ended=False, since=200.0)) == []
+    put(tmp_path, stall(0, time=300.0), stall(1, time=300.0))
+    (cause,) = hang_causes(tmp_path, ranks=range(2), last_step=6, ended=False, since=200.0)
+    assert cause.id == "explain.hang" and "step 7" in cause.subject
+    (tmp_path / "events.jsonl").write_text(
+        '{"event": "start", "step": 0, "time": 50.0}\n{"event": "resume", "step": 6, "time": 400.0}\n'
+    )
+    view = read_run(tmp_path)
+    assert view.started == 400.0 and not {"explain.hang", "explain.stall"} & {one.id for one in diagnose(view).findings}
+
+
 def test_thousands_of_ranks_are_grouped() -> None:
     stalls = [stall(rank) for rank in range(4000)]
     stalls[1234] |= {"in_collective": False, "stack": ["loader.py:9 read"]}

@@ -18,15 +18,18 @@ _FRAMES = 3
 """Of a stack, shown for a group."""
 
 
-def hang_causes(folder: Path, *, ranks: Sequence[int], last_step: int, ended: bool) -> Iterator[Cause]:
+def hang_causes(
+    folder: Path, *, ranks: Sequence[int], last_step: int, ended: bool, since: float = 0.0
+) -> Iterator[Cause]:
     """From the stall files of a run folder.
 
     Args:
         ranks: of the world.
         last_step: the last one of which a line was written.
         ended: the run came to its end or was stopped. One that ended with an error may have hung until then.
+        since: Unix time of the newest start; what was written before is of a start that is over.
     """
-    stalls = read_stalls(folder)
+    stalls = read_stalls(folder, since=since)
     if not stalls:
         return
     step = max(int(one["step"]) for one in stalls)

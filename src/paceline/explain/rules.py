@@ -125,6 +125,7 @@ def _state_of_run(view: RunView, waterfall: Waterfall | None) -> Iterator[Cause]
         ranks=range(view.world_size),
         last_step=int(view.steps[-1]) if len(view.steps) else 0,
         ended=view.end in ("end", "stop"),
+        since=view.started,
     )
     last = view.events[-1] if view.events else {}
     if last.get("event") == "error":

@@ -90,6 +90,12 @@ class RunView:
         return self.facts[0].get(name, default) if self.facts else default
 
     @property
+    def started(self) -> float:
+        """Unix time of the newest start or resume, 0 where none is told."""
+        starts = [event for event in self.events if event.get("event") in ("start", "resume")]
+        return float(starts[-1].get("time", 0.0)) if starts else 0.0
+
+    @property
     def end(self) -> str:
         """``end``, ``stop``, ``error``, or ``""`` where the run is at work or was killed."""
         last = self.events[-1].get("event", "") if self.events else ""
