@@ -72,7 +72,8 @@ EVERYWHERE = keys(
     top_p repetition_penalty length_penalty num_beams num_return_sequences early_stopping no_repeat_ngram_size
     bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens begin_suppress_tokens
     typical_p diversity_penalty num_beam_groups encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    quantization_config output_scores return_dict_in_generate cross_attention_hidden_size unsloth_version unsloth_fixed"""
+    quantization_config output_scores return_dict_in_generate cross_attention_hidden_size unsloth_version
+    unsloth_fixed"""
 )
 """Keys of any family that do not change logits."""
 
