@@ -172,7 +172,7 @@ def compare_host_traces(a: RankTrace, b: RankTrace) -> Explanation:
         subject=subject,
         evidence=evidence or "There is nothing to compare.",
         next_step="For a program on a GPU record both again with activities=[ProfilerActivity.CPU, "
-        "ProfilerActivity.CUDA]; mark steps with prof.step().",
+        "ProfilerActivity.CUDA]; profile(schedule=...) and prof.step() mark the steps.",
         share=None,
         severity="note",
         gain="not determined",

@@ -103,7 +103,7 @@ def _run_table(view: RunView, shares: Shares) -> Table:
     ranks = f"{len(view.ranks)} of {view.world_size}" if view.missing_ranks else str(len(view.ranks))
     rows = [
         ("state", {"end": "over", "stop": "stopped", "error": "failed"}.get(view.end, "at work, or killed"), ""),
-        ("device", str(view.fact("device_name", "unknown")), f"{ranks} ranks"),
+        ("device", str(view.fact("device_name", "unknown")), f"{ranks} rank{'s' * (ranks != '1')}"),
     ]
     if len(view.steps):
         rows.append(("steps", f"{view.steps[0]} to {view.steps[-1]}", f"{len(view.shown_steps)} settled"))

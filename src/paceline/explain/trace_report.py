@@ -35,7 +35,7 @@ def explain_traces(paths: Sequence[Path]) -> Explanation:
     return Explanation(
         title=title,
         tables=(
-            *([_breakdown_table(loaded)] if with_gpu or not owned else []),
+            *([_breakdown_table(with_gpu)] if with_gpu else []),
             *(module_table(one, "By module and phase") for one in owned),
             *([_kernel_table(with_gpu[0])] if with_gpu else []),
         ),

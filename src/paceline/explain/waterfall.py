@@ -211,8 +211,11 @@ _ON_PROCESSOR = "without garbage collection and waiting for a processor"
 
 def _host_note(shares: Shares) -> str:
     lost = _hidden(shares)
-    waits = f", and {units.duration(lost)} of forward and backward without a processor" if lost > 0 else ""
-    return f"between phases, garbage collection{waits}"
+    if lost <= 0:
+        return "between phases, garbage collection"
+    return (
+        f"{units.duration(lost)} of forward and backward in garbage collection or without a processor; between phases"
+    )
 
 
 def own_parts(shares: Shares) -> dict[str, Numbers]:
