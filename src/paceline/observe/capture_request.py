@@ -5,6 +5,7 @@ Torch-free: `paceline explain RUN --capture 3` writes it, the run's ranks look f
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +39,10 @@ def trace_path(folder: Path, rank: int, step: int) -> Path:
 
 def write_request(folder: Path, request: CaptureRequest) -> None:
     """Raises RunFolderError where the folder cannot be written."""
-    write_atomically(
-        request_path(folder), json.dumps({"steps": request.steps, "at": request.at, "ranks": list(request.ranks)})
-    )
+    path = request_path(folder)
+    with contextlib.suppress(OSError):  # the write tells it better
+        path.parent.mkdir(exist_ok=True)
+    write_atomically(path, json.dumps({"steps": request.steps, "at": request.at, "ranks": list(request.ranks)}))
 
 
 def read_request(folder: Path) -> CaptureRequest | None:
