@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tqdm
 
 # tests say `from distributed import run`; worker processes import the test modules as `tests.<room>.<file>`
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -21,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # a bar of Transformers would leave a thread behind, and the workers of `paceline data` fork only where there is none
+    tqdm.tqdm.monitor_interval = 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
