@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    # a bar of Transformers would leave a thread behind, and the workers of `paceline data` fork only where there is none
+    # a bar of Transformers would leave a thread behind; workers of `paceline data` fork only where there is none
     tqdm.tqdm.monitor_interval = 0
 
 
