@@ -14,6 +14,7 @@ from paceline.observe.hooks import Hook, HookError, StepEnd
 from paceline.observe.phases import PHASES
 from paceline.observe.telemetry.columns import DIMENSIONS
 from paceline.observe.telemetry.record import FOLDER, ranks_of, read_rank
+from paceline.training.feed import Feed
 from tests.distributed import run as run_ranks
 from tests.training import runs
 
@@ -48,6 +49,20 @@ def test_a_pipeline_says_when_it_waits_for_the_other_stage(tmp_path: Path) -> No
         record = read_rank(folder, rank)
         assert (record.column("host_pipeline_us")[1:] > 0).all()
         assert record.facts["stages"] == [[rank, rank]]
+
+
+def test_hooks_hear_of_the_end_also_where_the_loader_fails_to_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Feed) -> None:
+        raise OSError("the loader does not close")
+
+    monkeypatch.setattr(Feed, "close", broken)
+    folder = tmp_path / "run"
+    with pytest.raises(OSError, match="does not close"):
+        runs.alone(runs.tiny(folder, runs.write_dataset(tmp_path / "data"), "data.num_workers=0", steps=2))
+    # the recorder writes what it still has when it hears of the end
+    assert read_rank(folder, 0).column("step").tolist() == [1, 2]
 
 
 class Synchronized(Hook):

@@ -156,8 +156,10 @@ class _Run:
             self._keep_trace(raised)
             raise
         finally:
-            opened.trainer.feed.close()
-            opened.hooks.on_end(RunEnd(step=opened.trainer.progress.step, reason=reason, error=error))
+            try:
+                opened.trainer.feed.close()
+            finally:
+                opened.hooks.on_end(RunEnd(step=opened.trainer.progress.step, reason=reason, error=error))
         return opened.trainer.progress
 
     def _keep_trace(self, error: BaseException) -> None:
