@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
+from curve_report import SAID, Curves, ends, gap_rows, skipped_lines
 from dense_table import Entries, cut_of, table, tflops
 from results import head, notes_and_failures
 
-Curve: TypeAlias = Sequence[float | None]
-"""The loss of each step; None of one that was skipped."""
-Curves: TypeAlias = Mapping[str, Curve]
-
-SMOOTH = 20
-"""Steps of the running mean of curves."""
 FIGURES = (
     "step_seconds",
     "step_seconds_min",
@@ -30,6 +24,7 @@ FIGURES = (
 )
 """Of the record of `paceline bench`, what the pages show."""
 REFERENCE, OTHER_SEEDS = "fast", ("seed1", "seed2")
+COMPARED = {"off": "bf16, all fast paths off", "fp8": "fp8", "fp8_head": "fp8, the head and fused casts too"}
 
 
 def page(
@@ -150,68 +145,18 @@ def numerics(curves: Curves, picture: str) -> list[str]:
     if REFERENCE not in curves:
         return []
     reference = curves[REFERENCE]
-    there = [loss for loss in reference if loss is not None]
-    ends = f"(loss {there[0]:.3f} to {there[-1]:.3f})" if there else "(no step of it has a loss)"
-    lines = ["", "## Numerics", ""]
-    lines += [
+    return [
+        "",
+        "## Numerics",
+        "",
         f"{len(reference)} steps of the demo's text, llama3_1b, 8,192 tokens a step, the same seed and data unless the "
         "row says otherwise; differences of the training loss from bf16 with all fast paths on "
-        f"{ends}, nats a token; *smoothed*: of running means over {SMOOTH} "
-        "steps, without the first fifth. The band is the largest such difference between any two of the three seeds.",
+        f"{ends(reference)}, {SAID}",
         "",
         *([f"![loss curves]({picture})", ""] if picture else []),
-        *_gap_rows(curves, reference),
+        *gap_rows(curves, (REFERENCE, *OTHER_SEEDS), COMPARED),
+        *skipped_lines(curves),
     ]
-    skipped = {name: sum(loss is None for loss in curve) for name, curve in curves.items()}
-    if any(skipped.values()):
-        said = ", ".join(f"{name} {number}" for name, number in skipped.items() if number)
-        lines += ["", f"Steps skipped because something was not finite, left out of every difference: {said}."]
-    return lines
-
-
-def _gap_rows(curves: Curves, reference: Curve) -> Iterator[str]:
-    yield "| run | largest, smoothed | mean | last, smoothed | of the seeds' band (smoothed) |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
-    band = seeds_band(curves)
-    if band is not None:
-        number = sum(name in curves for name in (REFERENCE, *OTHER_SEEDS))
-        yield f"| **band of {number} seeds** | **{band:.4f}** | | | |"
-    for name, title in (("off", "bf16, all fast paths off"), ("fp8", "fp8"), ("fp8_head", "fp8, the head too")):
-        if name not in curves or len(curves[name]) != len(reference):
-            continue
-        if not (smooth := difference(curves[name], reference)):
-            yield f"| {title} | no step with a loss in both | | | |"
-            continue
-        each = [abs(value) for value in _by_step(curves[name], reference) if value is not None]
-        largest = max(map(abs, smooth))
-        share = "" if not band else f"{largest / band:.2f}"
-        yield f"| {title} | {largest:.4f} | {sum(each) / len(each):.4f} | {smooth[-1]:+.4f} | {share} |"
-
-
-def difference(losses: Curve, reference: Curve) -> list[float]:
-    """Running means of the difference, over the steps that both have, from the first fifth of the run on.
-
-    Before, seeds part by more than a kernel ever could: a band of those steps would forgive anything. A window without
-    a step that both have is left out.
-    """
-    each = _by_step(losses, reference)
-    window = min(SMOOTH, len(each))
-    first = max(window, len(each) // 5)
-    windows = ([x for x in each[end - window : end] if x is not None] for end in range(first, len(each) + 1))
-    return [sum(there) / len(there) for there in windows if there]
-
-
-def _by_step(losses: Curve, reference: Curve) -> list[float | None]:
-    pairs = zip(losses, reference, strict=True)
-    return [None if one is None or other is None else one - other for one, other in pairs]
-
-
-def seeds_band(curves: Curves) -> float | None:
-    """The largest smoothed difference between any two seeds; None with fewer than two, or without a step in common."""
-    length = len(curves.get(REFERENCE, ()))
-    seeds = [curves[name] for name in (REFERENCE, *OTHER_SEEDS) if len(curves.get(name, ())) == length > 0]
-    differences = itertools.chain.from_iterable(difference(*pair) for pair in itertools.combinations(seeds, 2))
-    return max(map(abs, differences), default=None)
 
 
 # ---- where the time goes

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from curve_report import Curves
 from dense_ladder import ladder_page, one_gpu_ladder_page
 from dense_one_gpu import cuts
-from dense_report import REFERENCE, Curves, page
+from dense_report import REFERENCE, page
 from found import rounded
 from jobs import Job
 from results import OWN, DamagedFileError, Results, write_whole

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from layouts_report import running_mean
+from curve_report import SAID, ends, gap_rows, skipped_lines
 from moe_jobs import PARTS, REFERENCE, SEEDS, SWITCH_EXPERTS, jobs_of
 from results import head, notes_and_failures
 
 Entries: TypeAlias = dict[str, dict[str, Any]]
-Curve: TypeAlias = Sequence[float | None]
-"""The loss of each step; None of one that was skipped."""
-SMOOTH = 20
-"""Steps of the running mean of curves."""
 FIGURES = (
     "step_seconds",
     "step_seconds_min",
@@ -258,53 +254,16 @@ def numerics(entries: Entries) -> list[str]:
     if REFERENCE not in curves:
         return []
     reference = curves[REFERENCE]
-    there = [loss for loss in reference if loss is not None]
-    ends = f"(loss {there[0]:.3f} to {there[-1]:.3f})" if there else "(no step of it has a loss)"
-    lines = ["", "## Loss curves", ""]
-    lines += [
+    seeds = (REFERENCE, *(f"seed{seed}" for seed in SEEDS))
+    titles = {name: _of(entries, "curves", name)["title"] for name in curves if name not in seeds}
+    return [
+        "",
+        "## Loss curves",
+        "",
         f"{len(reference)} steps of the demo's text: 6 layers of width 512, 16 experts, top-4, 8,192 tokens a step, "
         "bf16, the same seed and data unless the row says otherwise; differences of the training loss from plain "
-        f"experts with nothing fused {ends}, nats a token; *smoothed*: of running means over {SMOOTH} steps. The band "
-        "is the largest difference between any two of three seeds.",
+        f"experts with nothing fused {ends(reference)}, {SAID}",
         "",
-        *_gap_rows(curves, {name: _of(entries, "curves", name)["title"] for name in curves}),
+        *gap_rows(curves, seeds, titles),
+        *skipped_lines(curves),
     ]
-    skipped = {name: sum(loss is None for loss in curve) for name, curve in curves.items()}
-    if any(skipped.values()):
-        said = ", ".join(f"{name} {number}" for name, number in skipped.items() if number)
-        lines += ["", f"Steps skipped because something was not finite, left out of every difference: {said}."]
-    return lines
-
-
-def _gap_rows(curves: Mapping[str, Curve], titles: Mapping[str, str]) -> Iterator[str]:
-    yield "| run | largest, smoothed | mean | last, smoothed | of the seeds' band (smoothed) |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
-    seeds = [REFERENCE, *(f"seed{seed}" for seed in SEEDS)]
-    band = seeds_band([curves[name] for name in seeds if name in curves])
-    if band is not None:
-        yield f"| **band of {sum(name in curves for name in seeds)} seeds** | **{band:.4f}** | | | |"
-    for name, curve in curves.items():
-        if name in seeds or len(curve) != len(curves[REFERENCE]):
-            continue
-        each = differences(curve, curves[REFERENCE])
-        smooth = running_mean(each, SMOOTH)
-        if not smooth:
-            yield f"| {titles[name]} | no step with a loss in both | | | |"
-            continue
-        there = [abs(value) for value in each if value is not None]
-        largest = max(map(abs, smooth))
-        share = "" if not band else f"{largest / band:.2f}"
-        yield f"| {titles[name]} | {largest:.4f} | {sum(there) / len(there):.4f} | {smooth[-1]:+.4f} | {share} |"
-
-
-def differences(losses: Curve, reference: Curve) -> list[float | None]:
-    """Step by step, where both have a loss."""
-    pairs = zip(losses, reference, strict=True)
-    return [None if one is None or other is None else one - other for one, other in pairs]
-
-
-def seeds_band(curves: Sequence[Curve]) -> float | None:
-    """The largest smoothed difference between any two; None with fewer than two, or without a step in common."""
-    pairs = itertools.combinations(curves, 2)
-    smooth = itertools.chain.from_iterable(running_mean(differences(*pair), SMOOTH) for pair in pairs)
-    return max(map(abs, smooth), default=None)
