@@ -5,7 +5,8 @@ Legend: B = sequences of a micro-batch, T = tokens of a sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,26 +28,26 @@ class Batch:
     documents: Tensor | None = None
     """int32 [B, T], number of the document within the row, or None where attention may see the whole row"""
 
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """What a task's data says of each document: [B, D] tensors, ``fields[name][b, d]`` of the document numbered ``d``
+    in row b; D is the same for all rows of a dataset. Whole on each rank of context parallelism"""
+
     def num_tokens(self) -> Tensor:
         """int64 scalar: how many labels have a loss."""
         return (self.labels != IGNORE_INDEX).sum()
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-
-        return Batch(
-            tokens=self.tokens.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            positions=move(self.positions),
-            documents=move(self.documents),
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory, from where a copy to the GPU runs beside the computation."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
-            tokens=self.tokens.pin_memory(),
-            labels=self.labels.pin_memory(),
-            positions=None if self.positions is None else self.positions.pin_memory(),
-            documents=None if self.documents is None else self.documents.pin_memory(),
+            tokens=move(self.tokens),
+            labels=move(self.labels),
+            positions=None if self.positions is None else move(self.positions),
+            documents=None if self.documents is None else move(self.documents),
+            fields={name: move(value) for name, value in self.fields.items()},
         )
