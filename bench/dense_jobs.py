@@ -143,13 +143,29 @@ def tune_jobs() -> list[Job]:
 
     tensor, top = "recipes/ladder/side_tensor.toml", "recipes/ladder/6_micro_batch.toml"
     any_engine = tuple(item for item in FUSED_ON if item.startswith("optim."))
+    # weights whole on each GPU leave room for single sequences; the optimizer is paid once for eight of them
+    gathered = (
+        "parallel.zero=1", "parallel.accumulate_dtype=bf16", *FUSED_ON,
+        "train.micro_batch_size=1", "train.global_batch_size=16",
+    )  # fmt: skip
     return [
+        job("13b_gathered", "13b_bf16", top, "weights kept gathered, 8 x 1 sequences a GPU, fused kernels", *gathered),
+        job(
+            "13b_gathered_fp8", "13b_fp8", top, "the same, fp8, weights cast at each use",
+            *gathered, _FP8, _TRITON, _FP8_HEAD, "train.fp8_weight_cache=false",
+        ),
+        job(
+            "13b_tensor_fp8", "13b_fp8", tensor, "tensor parallel, fused kernels, fp8",
+            *FUSED_ON, "parallel.accumulate_dtype=bf16", _FP8, _TRITON, _FP8_HEAD,
+        ),
         job("13b_fused", "13b_bf16", top, "fused optimizer", *any_engine),
         job("8b_none", "8b_bf16", _8B, "nothing recomputed", "parallel.recompute=none"),
         job("8b_none_flash4", "8b_bf16", _8B, "the same, FlashAttention-4", "parallel.recompute=none", _FLASH4),
         job("1b_flash4", "1b_bf16", _1B, "FlashAttention-4", _FLASH4),
         job("8b_fp8_flash4", "8b_fp8", _8B, "FlashAttention-4", _FP8, _FLASH4),
-        job("13b_tensor_fused", "13b_bf16", tensor, "tensor parallel, fused kernels", *FUSED_ON),
+        job("13b_tensor_fused", "13b_bf16", tensor, "tensor parallel, fused kernels", *FUSED_ON,
+            "parallel.accumulate_dtype=bf16",
+        ),
         job("8b_fp8_triton", "8b_fp8", _8B, "casts and gated MLP by Triton kernels", _FP8, _TRITON),
         job(
             "8b_fp8_fused_triton", "8b_fp8", _8B, "casts and gated MLP by Triton kernels, nothing recomputed",
@@ -254,6 +270,7 @@ def profile_jobs() -> list[Job]:
         job("13b_bf16", "recipes/ladder/6_micro_batch.toml", 2),
         job("1b_bf16", _1B, 1),
         job("8b_fp8", _8B, 2, _FP8),
+        job("8b_fp8_triton_head", _8B, 2, _FP8, _TRITON, _FP8_HEAD, "parallel.recompute=none"),
     ]
 
 

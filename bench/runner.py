@@ -30,6 +30,7 @@ from ranks import Ranks, sharing_one_gpu
 from results import OWN, SHARED, DamagedFileError, OtherMachineError, Results
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 LAST_LINES, LINE = 12, 300
 """Of the log of what failed; characters of each."""
 LONGEST = 520
@@ -89,7 +90,7 @@ class Running:
         self.folder.mkdir(parents=True)
         self.at_once = options.at_once if bench.side_by_side(job) else 1
         self.limit = 600 if options.tiny else min(2 * seconds_of(job, options) * self.at_once + 60, bench.longest)
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({VISIBLE: visible(gpu)} if gpu else {})}
         environment.setdefault(CACHE, str((options.work / "compiled").resolve()))
         if options.tiny:
             environment |= {"OMP_NUM_THREADS": "1"}
@@ -146,6 +147,12 @@ class Running:
 
     def stop(self) -> None:
         self.ranks.stop()
+
+
+def visible(gpus: str) -> str:
+    """What CUDA calls these of the GPUs that this process sees, "0,1": two benches may have a GPU of a machine each."""
+    given = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    return ",".join(given[int(gpu)] for gpu in gpus.split(",")) if given else gpus
 
 
 def is_shared(job: Job, options: argparse.Namespace) -> bool:
