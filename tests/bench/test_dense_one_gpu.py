@@ -78,7 +78,7 @@ def test_only_the_depth_and_the_batch_of_all_gpus_are_cut() -> None:
 def test_what_one_process_runs_stays_whole_and_what_needs_two_is_left_out() -> None:
     there = {job.key: job for part in dense_jobs.PARTS for job in dense_one_gpu.jobs_of(part)}
     jobs = {job.key: job for part in dense_jobs.PARTS for job in dense_jobs.jobs_of(part)}
-    assert jobs.keys() - there.keys() == {"ladder/side_tensor", "tune/13b_tensor_fused", "tune/13b_tensor_none"}
+    assert jobs.keys() - there.keys() == {"ladder/side_tensor", "tune/13b_tensor_fused", "tune/13b_tensor_none", "tune/13b_tensor_fp8"}
     for key, job in jobs.items():
         if job.processes == 1:
             assert there[key].sets == job.sets and (not there[key].cut or job.kind == "ceilings"), key
