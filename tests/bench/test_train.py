@@ -13,6 +13,7 @@ from paceline.bench.train import StepClock
 from paceline.cli import main as command_line
 from paceline.config.load import resolve
 from paceline.costs.layers import training_flops_per_token
+from paceline.explain.run_folder import read_run
 from paceline.observe.hooks import StepEnd
 from paceline.observe.telemetry.record import RecordWriter
 from paceline.runtime.gemm import sustained_gemm
@@ -127,3 +128,26 @@ def test_gemm_counts_what_it_multiplied() -> None:
 def test_gemm_in_fp8() -> None:
     rate = sustained_gemm(torch.device("cpu"), seconds=0.02, fp8=True)
     assert rate.dtype == "float8_e4m3fn" and rate.tflops > 0
+
+
+def test_a_kept_folder_is_a_run_that_explain_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    recipe, kept = tmp_path / "tiny.toml", tmp_path / "kept"
+    recipe.write_text("")
+    sets = [f"--set={override}" for override in runs.tiny(tmp_path / "run", "none", "observe.log_interval=9")]
+    arguments = ["bench", "train", str(recipe), "--steps=4", "--warm-up=2", f"--keep={kept}", "--json", *sets]
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as end:
+        command_line.main()
+    assert not end.value.code
+    record = json.loads(capsys.readouterr().out)
+    assert [line["step"] for line in record["logged"]] == [1, 6], "the first and the last step are always logged"
+    assert all(line["loss"] > 0 and line["grad_norm"] > 0 for line in record["logged"])
+    assert len(record["seconds_by_step"]) == 4
+    view = read_run(kept)
+    assert view.config is not None and view.config.train.steps == 6
+    assert view.end == "end" and list(view.steps) == [1, 2, 3, 4, 5, 6] and not view.problems
+    assert [line.loss for line in view.metrics] == [line["loss"] for line in record["logged"]]

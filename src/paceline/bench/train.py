@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
-from paceline.config.load import Recipe, resolve
+from paceline.config.load import Recipe, dump_recipe, resolve
 from paceline.config.run import RunConfig
+from paceline.observe.events import RunFolder
 from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart, StepEnd, StepStart
 from paceline.observe.phases import NO_PHASES
 from paceline.observe.recorder import Recorder
+from paceline.observe.sinks import FolderSink, SinkHook
 from paceline.parallel.collectives import all_reduce_number
 from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
 from paceline.runtime.gemm import GemmRate, sustained_gemm
@@ -46,6 +48,8 @@ class BenchRecord:
     step_seconds_min: float
     step_seconds_max: float
     steps: int
+    seconds_by_step: list[float]
+    """of the measured steps, in their order"""
     tokens_per_second_per_gpu: float
     tflops_per_gpu: float
     flops_convention: str
@@ -60,6 +64,8 @@ class BenchRecord:
     mfu: float | None
     peak_tflops: float | None
     loss: float | None
+    logged: list[dict[str, float | None]]
+    """`step`, `loss` and `grad_norm` of the steps that were logged, the first and the last among them"""
     gradient_reduction: str
     tokens_per_joule: float | None
     """over the measured steps, all devices; None where one does not count its energy"""
@@ -77,16 +83,18 @@ def bench_train(
     steps: int,
     warm_up: int,
     gemm_seconds: float | None = None,
+    keep: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> BenchRecord | None:
     """Trains ``warm_up + steps`` steps on synthetic data and measures the last ``steps``. The record is rank 0's.
 
     Args:
         gemm_seconds: how long each matrix product is repeated; None = `sustained_gemm`'s own.
+        keep: a run folder that stays, with recipe, metrics and record, for `paceline explain`; None = nothing stays.
         tell: called with a few words, a dozen times in all, to say what is going on. It must not wait for the device.
 
     Raises:
-        PacelineError: as `paceline train` would.
+        PacelineError: as `paceline train` would; also where ``keep`` cannot be written or holds another recipe's run.
     """
     config, start_clock = _without_files(recipe, steps + warm_up), StartClock.of_process()
     device = choose_device(info, config.cluster.device)
@@ -95,16 +103,18 @@ def bench_train(
         stack.enter_context(process_group(info, device, timeout_seconds=config.cluster.timeout_seconds))
         start_clock.done("process group")
         stop = stack.enter_context(StopRequest())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        kept = _claim(stack, keep, config, info, device)
         tell("building the model")
         parts = build_parts(config, recipe.registry, info, device, done=start_clock.done)
         clock, energy = StepClock(device), _EnergyAfterWarmUp(energy_reader(device), warm_up, steps)
-        told = _Teller(tell, warm_up, steps)
+        told, logged = _Teller(tell, warm_up, steps), _Logged()
         recorder = build_recorder(parts)
         hooks = Hooks(
             [
                 *(() if recorder is None else (recorder,)),
-                *(clock, energy, _PeakAfterWarmUp(device, warm_up), told, StartUpHook(start_clock)),
+                *(clock, energy, _PeakAfterWarmUp(device, warm_up), told, logged, StartUpHook(start_clock)),
+                *(() if kept is None else (SinkHook([FolderSink(kept)]),)),
             ]
         )
         trainer = _trainer(parts, recipe, folder, hooks, recorder)
@@ -127,9 +137,26 @@ def bench_train(
             gemms.append(sustained_gemm(device, seconds=gemm_seconds, fp8=True))
         if not info.is_main:
             return None
+        if kept is not None:
+            kept.write_event("end", step=trainer.progress.step)
         return _record(
-            parts, trainer, clock.seconds(), peak / GIB, steps, gemms, joules=joules, start_up=start_clock.phases
-        )
+            parts, trainer, clock.seconds(), peak / GIB, steps, gemms,
+            logged=logged.records, joules=joules, start_up=start_clock.phases,
+        )  # fmt: skip
+
+
+def _claim(
+    stack: ExitStack, keep: Path | None, config: RunConfig, info: ProcessInfo, device: torch.device
+) -> RunFolder | None:
+    """The run folder that stays, taken until ``stack`` ends; None without one, and on ranks that write no metrics."""
+    if keep is None or not info.is_main:
+        return None
+    folder = stack.enter_context(RunFolder(keep))
+    folder.claim(dump_recipe(config))
+    folder.write_event(
+        "start", step=0, world_size=info.world_size, device=device.type, facts={"device": device_name(device)}
+    )
+    return folder
 
 
 def _without_files(recipe: Recipe, total_steps: int) -> RunConfig:
@@ -195,6 +222,17 @@ class _EnergyAfterWarmUp(Hook):
         return known[1] - known[0] if len(known) == len(self.ends) else math.nan
 
 
+class _Logged(Hook):
+    """Loss and gradient norm of logged steps, which were read anyway."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, float | None]] = []
+
+    def on_step_end(self, end: StepEnd) -> None:
+        if end.record is not None:
+            self.records.append({"step": end.step, "loss": end.record.loss, "grad_norm": end.record.grad_norm})
+
+
 class _Teller(Hook):
     """Says which step begins, about five times in each part. The host counts them: nothing waits for the device."""
 
@@ -253,6 +291,7 @@ def _record(
     steps: int,
     gemms: Sequence[GemmRate],
     *,
+    logged: list[dict[str, float | None]],
     joules: float,
     start_up: dict[str, float],
 ) -> BenchRecord:
@@ -270,6 +309,7 @@ def _record(
         step_seconds_min=min(measured),
         step_seconds_max=max(measured),
         steps=len(measured),
+        seconds_by_step=measured,
         tokens_per_second_per_gpu=tokens_per_second,
         tflops_per_gpu=tflops,
         flops_convention=found.flops_convention,
@@ -281,6 +321,7 @@ def _record(
         mfu=tflops / found.peak_tflops if found.peak_tflops else None,
         peak_tflops=found.peak_tflops,
         loss=reading.record.loss if reading else None,
+        logged=logged,
         gradient_reduction=config.parallel.reduce_dtype,
         tokens_per_joule=_tokens_per_joule(config, steps, joules),
         start_up_seconds={phase: round(each, 3) for phase, each in start_up.items()},

@@ -53,6 +53,9 @@ def bench_train(
         float | None, typer.Option("--gemm-seconds", min=0.01, help="How long the matrix product is measured.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Append the JSON line to this file too.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="DIR", help="Keep the run folder there, for `paceline explain`.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the JSON line alone. In a file or a pipe it is always printed.")
     ] = False,
@@ -73,6 +76,7 @@ def bench_train(
     arguments += [f"--set={change}" for change in changes]
     arguments += [f"--gemm-seconds={gemm_seconds}"] if gemm_seconds else []
     arguments += [f"--out={out}"] if out else []
+    arguments += [f"--keep={keep}"] if keep else []
     arguments += ["--json"] if as_json else []
 
     def body(loaded: Recipe, info: ProcessInfo) -> int:
@@ -82,7 +86,7 @@ def bench_train(
             if info.is_main:
                 typer.echo(text, err=True)
 
-        record = measure(loaded, info, steps=steps, warm_up=warm_up, gemm_seconds=gemm_seconds, tell=tell)
+        record = measure(loaded, info, steps=steps, warm_up=warm_up, gemm_seconds=gemm_seconds, keep=keep, tell=tell)
         if record is not None:
             _print(record, recipe, out, as_json)
         return 0
