@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.speaker import Asked, speak
 from paceline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.console import Console
 
+    from paceline.generate.fit import Speech
     from paceline.generate.load import Speaker
 
 
@@ -33,26 +36,43 @@ def evaluate(
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", min=1, help="Windows at a time.")] = 4,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="Stop after so many; 0 = all.")] = 0,
     tokenizer: Annotated[str, typer.Option("--tokenizer", help="Another one than the model's, for a text file.")] = "",
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="A PEFT LoRA adapter of the model.")] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", min=0, help="Cards that share the model; 0 = as few as it fits on.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """How well a model predicts a text: `paceline eval runs/demo data/mine-valid`.
 
     Loss in nats a token, perplexity, and bits per byte where the length of the
     text is known. The text is read as one stream in windows of --seq-len; every
-    token but the first is predicted once. On one device, in bf16 on GPUs.
+    token but the first is predicted once. In bf16 on GPUs, on as many as the
+    model needs.
 
       paceline eval runs/demo data/mine-valid
       paceline eval Qwen3-0.6B book.txt --seq-len 4096 --json
     """
-    from paceline.cli.generate import device_kind, speaker_of
+    asked = Asked(source=source, tokenizer=tokenizer, adapter=adapter, device=device, tp=tp)
+
+    def speech() -> Speech:
+        from paceline.generate.fit import Speech
+
+        # windows are read as prompts are, all of their tokens at once; the loss takes no logits of all of them
+        return Speech(batch_size=micro_batch_size, tokens=seq_len or 2048)
+
+    def body(speaker: Speaker, is_main: bool) -> None:
+        _perplexity(speaker, data, seq_len, micro_batch_size, max_tokens, as_json, is_main)
+
+    speak(asked, speech, lambda: sys.argv[1:], body)
+
+
+def _perplexity(
+    speaker: Speaker, data: str, seq_len: int, micro_batch_size: int, max_tokens: int, as_json: bool, is_main: bool
+) -> None:
     from paceline.generate.perplexity import score
     from paceline.report.console import make_console
-    from paceline.runtime.device import choose_device
-    from paceline.runtime.process import ProcessInfo
 
     console = make_console(stderr=True)
-    speaker = speaker_of(source, choose_device(ProcessInfo(), device_kind(device)), tokenizer, console)
+    console.quiet = not is_main
     parts, bytes_per_token = _text(data, speaker) if data.endswith(".txt") else _dataset(data, speaker, console)
     length = seq_len or _usual_length(speaker)
     if length > speaker.config.model.max_seq_len:
@@ -69,6 +89,8 @@ def evaluate(
             max_tokens=max_tokens,
             advance=count.advance,
         )
+    if not is_main:
+        return
     bits = found.bits_per_byte(bytes_per_token) if bytes_per_token else None
     if as_json:
         record = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": bits}

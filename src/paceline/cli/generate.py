@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.speaker import Asked, speak, standard_input_as_file
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-    from rich.console import Console
-
     from paceline.generate.decode import DecodeParams
     from paceline.generate.load import Speaker
-
-_DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
 def generate(
@@ -56,7 +53,11 @@ def generate(
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="Another tokenizer than the one that the run used.")
     ] = "",
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="A PEFT LoRA adapter of the model, merged while it is read.")
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", min=0, help="Cards that share the model; 0 = as few as it fits on.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON line a text: prompt, text, token_ids, finish_reason, step.")
     ] = False,
@@ -78,59 +79,45 @@ def generate(
       paceline generate runs/demo/checkpoints/step_00000500 \\
         --prompt-file start.txt --max-tokens 400
     """
-    prompts = _prompts(prompt, prompt_file)
-    kind = device_kind(device)
-
-    from paceline.generate.decode import DecodeParams
+    from paceline.generate.fit import Speech
     from paceline.generate.sample import SamplingParams
-    from paceline.report.console import make_console
-    from paceline.runtime.device import choose_device
-    from paceline.runtime.process import ProcessInfo
 
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    console = make_console(stderr=True)
-    speaker = speaker_of(source, choose_device(ProcessInfo(), kind), tokenizer, console)
-    params = DecodeParams(
-        max_tokens=max_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop_id=speaker.tokenizer.eod_id,
-        vocab_size=speaker.tokenizer.vocab_size,
-    )
-    repeated = [text for text in prompts for _ in range(num_samples)]
-    if len(repeated) == 1 and not as_json:
-        _stream(speaker, repeated[0], params)
-    else:
-        _print_all(speaker, repeated, params, as_json)
+    prompts = [text for text in _prompts(prompt, prompt_file) for _ in range(num_samples)]
+    asked = Asked(source=source, tokenizer=tokenizer, adapter=adapter, device=device, tp=tp)
 
+    def speech() -> Speech:
+        # a token is at least a byte
+        longest = max(len(text.encode()) for text in prompts)
+        return Speech(batch_size=len(prompts), tokens=longest + 1 + max_tokens)
 
-def speaker_of(source: Path, device: torch.device, tokenizer: str, console: Console) -> Speaker:
-    """The model of a run, a checkpoint or a Hugging Face folder, with its tokenizer."""
-    from paceline.config.hub import is_hub_folder
-    from paceline.generate.load import load_speaker
-    from paceline.report.console import print_findings
+    def body(speaker: Speaker, is_main: bool) -> None:
+        from paceline.generate.decode import DecodeParams
 
-    if is_hub_folder(source):
-        from paceline.interop.speak import load_hub_speaker
+        params = DecodeParams(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            seed=seed,
+            stop_ids=speaker.stop_ids,
+            vocab_size=speaker.tokenizer.vocab_size,
+        )
+        if len(prompts) == 1 and not as_json:
+            _stream(speaker, prompts[0], params, is_main)
+        else:
+            _print_all(speaker, prompts, params, as_json, is_main)
 
-        return load_hub_speaker(source, device=device, tokenizer=tokenizer)
-    return load_speaker(
-        source, device=device, tokenizer=tokenizer, report=lambda finding: print_findings(console, [finding])
-    )
+    with ExitStack() as kept:
 
+        def arguments() -> list[str]:
+            given = sys.argv[1:]
+            if str(prompt_file) != "-":
+                return given
+            file = kept.enter_context(standard_input_as_file(prompts[0]))
+            return [*given, "--prompt-file", str(file)]  # the last one counts
 
-def device_kind(text: str) -> _DeviceKind:
-    """What `--device` says.
-
-    Raises:
-        ConfigError: it is no device.
-    """
-    for kind in get_args(_DeviceKind):
-        if kind == text:
-            return cast(_DeviceKind, kind)
-    raise ConfigError(f"--device {text} is unknown", next_step="Take auto, cpu or cuda.")
+        speak(asked, speech, arguments, body)
 
 
 def _prompts(prompt: list[str] | None, prompt_file: Path | None) -> list[str]:
@@ -146,30 +133,36 @@ def _prompts(prompt: list[str] | None, prompt_file: Path | None) -> list[str]:
         ) from error
 
 
-def _stream(speaker: Speaker, prompt: str, params: DecodeParams) -> None:
+def _stream(speaker: Speaker, prompt: str, params: DecodeParams, is_main: bool) -> None:
     from paceline.generate.decode import encode_prompt, generate_ids, stream_text
 
     ids = encode_prompt(speaker.tokenizer, prompt)
     steps = generate_ids(speaker.model, [ids], params)
-    typer.echo(prompt, nl=False)
+    show = typer.echo if is_main else _say_nothing
+    show(prompt, nl=False)
     for text in stream_text(speaker.tokenizer, ids, (token for [token] in steps if token is not None)):
-        typer.echo(text, nl=False)
+        show(text, nl=False)
         sys.stdout.flush()
-    typer.echo()
+    show()
 
 
-def _print_all(speaker: Speaker, prompts: list[str], params: DecodeParams, as_json: bool) -> None:
+def _print_all(speaker: Speaker, prompts: list[str], params: DecodeParams, as_json: bool, is_main: bool) -> None:
     from dataclasses import asdict
 
     from paceline.generate.decode import generate_text
 
+    show = typer.echo if is_main else _say_nothing
     for number, completion in enumerate(generate_text(speaker.model, speaker.tokenizer, prompts, params), start=1):
         if as_json:
             line = {**asdict(completion), "step": speaker.step}
-            typer.echo(json.dumps(line, ensure_ascii=False))
+            show(json.dumps(line, ensure_ascii=False))
             continue
-        typer.echo(f"--- {number} of {len(prompts)} ---")
-        typer.echo(completion.prompt + completion.text)
+        show(f"--- {number} of {len(prompts)} ---")
+        show(completion.prompt + completion.text)
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    """What a process prints that only helps another."""
 
 
 command = generate

@@ -36,6 +36,8 @@ class DecodeParams:
     """Sequence i of a call draws from its own stream (seed, i)."""
     stop_id: int | None = None
     """End of document: ends the sequence and is not part of it."""
+    stop_ids: tuple[int, ...] = ()
+    """More such tokens: chat models end an answer and a text by different ones."""
     vocab_size: int | None = None
     """Ids the tokenizer knows: the model's padding rows beyond are never drawn."""
 
@@ -79,6 +81,7 @@ def generate_ids(
     was_training = model.training
     model.eval()
     try:
+        stops = {params.stop_id, *params.stop_ids}
         with cache.attached(model):
             logits_BV = _read_prompts(model, cache, rows)
             seen_BV = _seen(rows, logits_BV)
@@ -89,7 +92,7 @@ def generate_ids(
                 tokens_B = next_tokens(logits_BV, params.sampling, uniform, seen_BV)
                 seen_BV.scatter_(1, tokens_B[:, None], True)
                 found: list[int] = tokens_B.tolist()
-                alive = [was and token != params.stop_id for was, token in zip(alive, found, strict=True)]
+                alive = [was and token not in stops for was, token in zip(alive, found, strict=True)]
                 yield [token if is_alive else None for token, is_alive in zip(found, alive, strict=True)]
                 if not any(alive) or step == max_new - 1:
                     return

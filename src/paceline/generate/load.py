@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +16,32 @@ from paceline.checkpoint.pieces import ShardedValue
 from paceline.checkpoint.store import Checkpoint
 from paceline.checkpoint.weights import CheckpointSource, companions
 from paceline.config.load import validate
+from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.data.sidecar import read_sidecar
 from paceline.data.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.transformer import Transformer
 from paceline.runtime.device import supports_bf16
+
+
+class Placed(Protocol):
+    """Where a parameter lies in the plain model."""
+
+    @property
+    def whole(self) -> torch.Size: ...
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+
+Spread = Callable[[Transformer], Mapping[str, Placed]]
+"""Cuts a plain model on the meta device over the ranks of a process group, and says what is left here; a parameter that
+is not named is whole. ``parallel/inference.py`` has one."""
+
+
+def stay_whole(model: Transformer) -> Mapping[str, Placed]:
+    """One device."""
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +53,13 @@ class Speaker:
     config: RunConfig
     checkpoint: Checkpoint | None = None
     """None where the weights are of another program."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text where the model says so itself; otherwise the tokenizer's end of document does."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self.ends or (self.tokenizer.eod_id,)
 
     @property
     def step(self) -> int:
@@ -38,14 +67,22 @@ class Speaker:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def load_speaker(path: Path, *, device: torch.device, tokenizer: str = "", report: Report | None = None) -> Speaker:
-    """Builds the model of a run folder or checkpoint on one device. No process group is needed.
+def load_speaker(
+    path: Path,
+    *,
+    device: torch.device,
+    tokenizer: str = "",
+    report: Report | None = None,
+    spread: Spread = stay_whole,
+) -> Speaker:
+    """Builds the model of a run folder or checkpoint. On one device no process group is needed.
 
     Weights are fp32 on the CPU and bf16 on GPUs that compute in it. Multi-token-prediction heads are left out.
 
     Args:
         tokenizer: overrides the one that the run used.
         report: hears of damaged checkpoints that were passed over.
+        spread: each rank then reads its own part.
 
     Raises:
         CheckpointError: no whole checkpoint is there, or its weights are not those of its recipe.
@@ -53,10 +90,10 @@ def load_speaker(path: Path, *, device: torch.device, tokenizer: str = "", repor
         DataError: the tokenizer cannot be read.
     """
     checkpoint = find_checkpoint(path, report=report)
-    config = _recipe(checkpoint)
+    config = recipe_of(checkpoint)
     found = load_tokenizer(tokenizer or tokenizer_of(checkpoint, config))
     refuse_tokenizer(found, config.model.vocab_size)
-    model = load_model(checkpoint, config, device=device, dtype=speaking_dtype(device))
+    model = load_model(checkpoint, config, device=device, dtype=speaking_dtype(device), spread=spread)
     return Speaker(model=model, tokenizer=found, checkpoint=checkpoint, config=config)
 
 
@@ -75,24 +112,44 @@ def speaking_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
 
 
-def load_model(checkpoint: Checkpoint, config: RunConfig, *, device: torch.device, dtype: torch.dtype) -> Transformer:
+def load_model(
+    checkpoint: Checkpoint,
+    config: RunConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    spread: Spread = stay_whole,
+) -> Transformer:
     """The plain model in evaluation mode, filled from a checkpoint.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
-    model = Transformer(config.model.model_copy(update={"mtp_layers": 0}), dtype=dtype, device="meta")
-    model.to_empty(device=device)
-    model.reset_buffers()
-    # tied weights are one parameter; buffers that no checkpoint stores (rotary frequencies) are not in the state
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
-    into = {name: ShardedValue.from_full(tensor) for name, tensor in tensors.items()}
+    model, into = empty_model(config.model, device=device, dtype=dtype, spread=spread)
     CheckpointSource(checkpoint).fill(into, ignore=("mtp.",))
     return model.eval()
 
 
-def _recipe(checkpoint: Checkpoint) -> RunConfig:
+def empty_model(
+    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, spread: Spread = stay_whole
+) -> tuple[Transformer, dict[str, ShardedValue]]:
+    """The model without values and without multi-token prediction, and where its weights and stored buffers go."""
+    model = Transformer(config.model_copy(update={"mtp_layers": 0}), dtype=dtype, device="meta")
+    placed = spread(model)
+    model.to_empty(device=device)
+    model.reset_buffers()
+    into = {}
+    # tied weights are one parameter
+    for name, tensor in model.named_parameters():
+        value = ShardedValue.from_full(tensor)
+        into[name] = value.inside(placed[name].whole, placed[name].offsets) if name in placed else value
+    # buffers that no checkpoint stores (rotary frequencies) are not in the state
+    stored = model.state_dict().keys()
+    buffers: dict[str, Tensor] = {name: tensor for name, tensor in model.named_buffers() if name in stored}
+    return model, into | {name: ShardedValue.from_full(tensor) for name, tensor in buffers.items()}
+
+
+def recipe_of(checkpoint: Checkpoint) -> RunConfig:
     """The recipe saved in the checkpoint; plugins are not loaded, since a resolved recipe names every field."""
     try:
         return validate(tomllib.loads(checkpoint.recipe()))

@@ -36,8 +36,13 @@ class Ended(NamedTuple):
     """The first signal that the launcher was sent, 0 = none."""
 
 
-def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool = True) -> Ended:
+def start_local(
+    arguments: Sequence[str], num_processes: int, *, use_gpus: bool = True, when_interrupted: str = STOPPING
+) -> Ended:
     """Runs ``paceline ARGUMENTS`` in ``num_processes`` processes of this machine and waits for their end.
+
+    Args:
+        when_interrupted: what the terminal is told at the first Ctrl-C.
 
     Raises:
         LaunchError: there are GPUs, but fewer than processes.
@@ -64,7 +69,7 @@ def start_local(arguments: Sequence[str], num_processes: int, *, use_gpus: bool 
     )
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    with _pass_signals_on() as received:
+    with _pass_signals_on(when_interrupted) as received:
         try:
             elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
         except ChildFailedError as error:
@@ -87,13 +92,13 @@ def end_with_launcher() -> None:
 
 
 @contextmanager
-def _pass_signals_on() -> Iterator[list[int]]:
+def _pass_signals_on(when_interrupted: str) -> Iterator[list[int]]:
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         # torch starts each process in a session of its own: the terminal's Ctrl-C reaches the launcher alone
         if number == signal.SIGINT and number not in received:
-            tell_terminal(STOPPING)
+            tell_terminal(when_interrupted)
         received.append(number)
         for child in psutil.Process().children():
             child.send_signal(number)
