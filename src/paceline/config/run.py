@@ -8,6 +8,7 @@ from paceline.config.base import Section, Several
 from paceline.config.checkpoint import CheckpointConfig
 from paceline.config.cluster import ClusterConfig
 from paceline.config.data import DataConfig
+from paceline.config.lora import LoraConfig
 from paceline.config.model import ModelConfig
 from paceline.config.observe import ObserveConfig
 from paceline.config.optim import OptimConfig
@@ -43,6 +44,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     task: TaskConfig = TaskConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from paceline.config.lora import LoraConfig
 from paceline.config.model import ModelConfig
 
 # rows are drawn in blocks of this many, always whole blocks, so that a row's numbers do not depend on how many follow
@@ -35,25 +36,55 @@ def initial_std(name: str, config: ModelConfig) -> float:
 class WeightInit:
     """Fills parts of parameters: the same numbers whoever holds which part.
 
-    Biases are 0, norms the identity, matrices normal with `initial_std`.
+    Biases are 0, norms the identity, matrices normal with `initial_std`. Adapters are as `[lora]` says; what DoRA takes
+    from the weights (lengths of rows) is 1 here.
     """
 
     config: ModelConfig
     seed: int
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @torch.no_grad()
     def __call__(self, name: str, value: Tensor, whole: Sequence[int], offsets: Sequence[int]) -> None:
         """Fills ``value``, the part that begins at ``offsets`` of the parameter ``name`` of shape ``whole``."""
         if "norm" in name.split(".")[-2] and name.endswith(".weight"):
             value.fill_(0.0 if self.config.norm_unit_offset else 1.0)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", ".lora_b")):
             value.zero_()
+        elif name.endswith(".lora_magnitude"):
+            value.fill_(1.0)
+        elif name.endswith(".lora_a"):
+            self._fill_adapter(value, whole, offsets, f"{self.seed}/{name}")
         else:
-            _fill_normal(value, whole, offsets, initial_std(name, self.config), f"{self.seed}/{name}")
+            _fill(value, whole, offsets, initial_std(name, self.config), f"{self.seed}/{name}")
+
+    def _fill_adapter(self, value: Tensor, whole: Sequence[int], offsets: Sequence[int], stream: str) -> None:
+        if self.lora.init == "gaussian":
+            _fill(value, whole, offsets, 1 / whole[0], stream)
+            return
+        _fill(value, whole, offsets, 1 / math.sqrt(whole[1]), stream, draw=_uniform)
 
 
-def _fill_normal(value: Tensor, whole: Sequence[int], offsets: Sequence[int], std: float, stream: str) -> None:
-    """Normal numbers in place, a block of `_ROWS` rows of the flattened matrix at a time; others are not drawn."""
+Draw = Callable[..., Tensor]
+"""As `torch.randn`."""
+
+
+def _uniform(*sizes: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Within -1 and 1."""
+    return torch.rand(*sizes, generator=generator, device=device).mul_(2).sub_(1)
+
+
+def _fill(
+    value: Tensor,
+    whole: Sequence[int],
+    offsets: Sequence[int],
+    factor: float,
+    stream: str,
+    *,
+    draw: Draw = torch.randn,
+) -> None:
+    """Random numbers times ``factor``, in place, a block of `_ROWS` rows of the flattened matrix at a time; others are
+    not drawn."""
     if not value.numel():
         return
     rows = _row_numbers(value.shape, whole, offsets)
@@ -65,13 +96,13 @@ def _fill_normal(value: Tensor, whole: Sequence[int], offsets: Sequence[int], st
     for number, count in zip(blocks.tolist(), counts.tolist(), strict=True):
         digest = hashlib.sha256(f"{stream}/{number}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        drawn = torch.randn(_ROWS, whole[-1], generator=generator, device=value.device)
+        drawn = draw(_ROWS, whole[-1], generator=generator, device=value.device)
         first = int(rows[start]) - number * _ROWS
         if int(rows[start + count - 1]) - number * _ROWS == first + count - 1:
             part = drawn[first : first + count, columns]
         else:
             part = drawn[rows[start : start + count].to(value.device) - number * _ROWS, columns]
-        own[start : start + count].copy_(part * std)
+        own[start : start + count].copy_(part * factor)
         start += count
 
 

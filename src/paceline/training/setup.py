@@ -20,6 +20,7 @@ from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import ChunkedHeadLoss, PlainHeadLoss
 from paceline.kernels.fp8_head import Fp8Head
 from paceline.models.init import WeightInit
+from paceline.models.lora import attach_adapters
 from paceline.models.transformer import Transformer
 from paceline.observe.experts import ExpertMeter
 from paceline.observe.metrics import Meter, Rates
@@ -85,7 +86,7 @@ def build_parts(
     widen = not config.optim.reads_any_gradient
     spread = parallelize(plain, config.parallel, mesh, precision, device, cut=cut, fp8=fp8, widen_gradients=widen)
     engine = spread.engine
-    engine.materialize(WeightInit(config.model, config.run.seed))
+    engine.materialize(WeightInit(config.model, config.run.seed, config.lora))
     optimizer = build_optimizer(config.optim, engine, mesh)
     task = build_task(config, registry)
     pipeline = Pipeline(spread.stages, engine, mesh, config.parallel)
@@ -107,17 +108,19 @@ def build_parts(
 def build_model(
     config: RunConfig, device: torch.device | str = "meta", *, dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    """The plain model of the recipe, with the kernels that `[train]` names."""
+    """The plain model of the recipe, with the kernels that `[train]` names and the adapters that `[lora]` does."""
     train = config.train
     compiled, fp8 = config.parallel.compile, _fp8_head(config)
     chunked = ChunkedHeadLoss(chunk_tokens=train.loss_chunk_tokens, compiled=compiled, fp8=fp8)
-    return Transformer(
+    model = Transformer(
         config.model,
         dtype=dtype,
         device=device,
         core=attention_core(train.attention_kernel),
         head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else chunked,
     )
+    attach_adapters(model, config.lora)
+    return model
 
 
 def _fp8_head(config: RunConfig) -> Fp8Head | None:
