@@ -16,14 +16,15 @@ PREDICTIONS = "predictions"
 AFTER = "made_after_measuring"
 """Of a prediction: its recipe had been measured when it was made. It shows nothing."""
 FIGURES = ("step_seconds", "step_seconds_min", "step_seconds_max", "peak_memory_gib", "sustained_gemm_tflops")
+KINDS: Mapping[str, type] = {"bench": dict, "ran_out": dict}
 GOAL_TIME, GOAL_MEMORY = 0.05, 0.04
 
 
 class PlanResults(Results):
     """plan.json and plan.md."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "plan", {"bench": dict, "ran_out": dict})
+    def __init__(self, folder: Path, name: str = "plan", kinds: Mapping[str, type] = KINDS, command: str = "") -> None:
+        super().__init__(folder, name, kinds, command)
         self.data.setdefault(PREDICTIONS, {})
 
     @property

@@ -75,6 +75,8 @@ class Bench:
     runs_on_cpu: bool = False
     """Whether jobs of one process mean something without a GPU."""
     longest: float = LONGEST
+    gpus: int = 0
+    """Of a machine that has more, how many are used; 0 = all."""
     one_gpu: Bench | None = None
     """What `--one-gpu` runs instead: jobs of one process each, and results of their own."""
 
@@ -343,9 +345,10 @@ def measure(bench: Bench, jobs: Sequence[Job], results: Results, options: argpar
     """What is to be done, and the pages; without jobs the pages alone."""
     if jobs:
         found, gpus = machine()
-        if options.one_gpu and "devices" in found:
+        used = 1 if options.one_gpu else min(bench.gpus, gpus)
+        if used and "devices" in found:
             # whatever else is there: no entry uses more
-            found["devices"] = "1 x " + found["devices"].partition(" x ")[2]
+            found["devices"] = f"{used} x " + found["devices"].partition(" x ")[2]
         results.measure_on({"tiny": options.tiny, **found}, mixed=bench.runs_on_cpu)
         todo = [job for job in jobs if options.again or not results.is_done(job, shared=options.share_gpu)]
         # stable; what was never tried first, what failed last
