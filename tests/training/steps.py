@@ -98,7 +98,7 @@ def masked(labels: Tensor, masks: str, generator: torch.Generator) -> Tensor:
 def part(batch: Batch, micro: int, rank: int, ranks: int) -> list[Batch]:
     """The micro-batches of a rank, cut as the loader does: neighbouring rows go to neighbouring ranks."""
     starts = range(rank * micro, len(batch.tokens), micro * ranks)
-    fields = {name: value for name, value in vars(batch).items() if value is not None}
+    fields = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return [Batch(**{name: value[start : start + micro] for name, value in fields.items()}) for start in starts]
 
 

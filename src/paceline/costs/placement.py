@@ -9,6 +9,7 @@
 | gate, up (also of shared experts) | width over tp |
 | down | its input, so the width, over tp |
 | experts | experts over ep, and the width of each over etp |
+| `lora_a`, `lora_b`, `lora_magnitude` of a linear | its inputs, outputs, outputs, if its matrix is cut by those |
 | everything else | whole |
 
 Source of the pairing of column and row cuts: Megatron-LM, arXiv:1909.08053, section 3.
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.config.lora import is_adapter
 from paceline.config.model import ModelConfig
 
 CutAxis = Literal["tp", "ep", "etp"]
@@ -51,6 +53,8 @@ def placement(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[Cut,
     """How the parameter ``name`` of the plain model, of that ``shape``, is cut."""
     owner, _, leaf = name.rpartition(".")
     module = owner.rpartition(".")[2]
+    if is_adapter(name):
+        return _adapter(owner, leaf, shape, model)
     if name in ("embed.weight", "head.weight"):
         return (Cut(dim=0, axis="tp", units=shape[0]),)
     if is_expert(name):
@@ -64,6 +68,14 @@ def placement(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[Cut,
     if module == "down_proj" and leaf == "weight":
         return (Cut(dim=1, axis="tp", units=shape[1]),)
     return ()
+
+
+def _adapter(owner: str, leaf: str, shape: Sequence[int], model: ModelConfig) -> tuple[Cut, ...]:
+    """[R, in], [out, R] or [out]: cut with the dim of the linear's matrix that it shares. Ranks are never cut."""
+    dim = 1 if leaf == "lora_a" else 0
+    # a matrix as long as this in the dim that counts
+    cuts = placement(f"{owner}.weight", shape if len(shape) > 1 else (shape[0], 1), model)
+    return tuple(cut for cut in cuts if cut.dim == dim)
 
 
 def _attention(module: str, leaf: str, model: ModelConfig) -> tuple[Cut, ...]:

@@ -10,6 +10,7 @@ import torch
 from paceline.config.parallel import ParallelConfig, RecomputeMode
 from paceline.models.transformer import Transformer
 from paceline.parallel.accumulate import accumulate_products
+from paceline.parallel.adapters import join_adapters
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.context import shard_sequence
 from paceline.parallel.engine import Engine
@@ -80,6 +81,7 @@ def parallelize(
         if config.adds_weight_gradients:
             # last of all that changes layers: takes what is plain, or replaced by tp, whose products know places
             accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1, but=in_fp8)
+        join_adapters(stage, mesh["tp"])  # around whatever products have become
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
         if config.compile:
             compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer

@@ -142,10 +142,7 @@ class FlatEngine:
 
     def weights(self) -> dict[str, ShardedValue]:
         found = {name: value for group in self._groups for name, value in group.weights().items()}
-        for name, site in self._frozen.items():
-            shard = self._shards[name]
-            value = ShardedValue.from_full(site.parameter)
-            found[name] = value.inside(shard.whole, shard.offsets, saved=shard.saved)
+        found |= frozen_weights(self._frozen, self._shards)
         return whole_model(found, self.shapes) | {
             name: ShardedValue.from_full(tensor) for name, tensor in persistent_buffers(self.stages).items()
         }
@@ -231,6 +228,15 @@ def await_weights_in_forward(stage: Transformer, groups: Sequence[FlatGroup]) ->
 
         # prepended: before hooks that read weights
         part.register_forward_pre_hook(wait, prepend=True)
+
+
+def frozen_weights(sites: Mapping[str, Site], shards: Mapping[str, Shard]) -> dict[str, ShardedValue]:
+    """Weights that nobody updates and every rank has whole, in the precision that the model computes in."""
+    found = {}
+    for name, site in sites.items():
+        shard, value = shards[name], ShardedValue.from_full(site.parameter)
+        found[name] = value.inside(shard.whole, shard.offsets, saved=shard.saved)
+    return found
 
 
 def whole_model(found: Mapping[str, ShardedValue], shapes: Mapping[str, torch.Size]) -> dict[str, ShardedValue]:

@@ -20,6 +20,8 @@ Offload: with "parameters" the shards and their gradients live in host memory (F
 for each gather, and the update runs on the CPU. With "optimizer" the fp32 shards stay on the GPU, and the update runs
 on a copy of them in host memory, where moments and the gradients it reads are too.
 
+Frozen weights have shards in the precision that the model computes in, and no gradients.
+
 Precision: FSDP2 casts a unit at a time, so router weights are rounded to bf16 with their block, where the flat engine
 keeps them in fp32.
 """
@@ -40,7 +42,13 @@ from paceline.config.parallel import ParallelConfig
 from paceline.models.transformer import Transformer
 from paceline.parallel.collectives import Axis, all_reduce
 from paceline.parallel.engine import MainParameter, ParameterInit
-from paceline.parallel.flat import await_weights_in_forward, flat_groups, flat_settings, whole_model
+from paceline.parallel.flat import (
+    await_weights_in_forward,
+    flat_groups,
+    flat_settings,
+    frozen_weights,
+    whole_model,
+)
 from paceline.parallel.fsdp_units import finish_backward, shard_stage
 from paceline.parallel.lanes import Lane
 from paceline.parallel.mesh import ParallelMesh
@@ -92,10 +100,12 @@ class FsdpEngine:
             DTYPES[config.reduce_dtype],
             count_all=self._alike,
         )
-        assert len(shared) == sum(len(group.layout.slots) for group in self._groups), "a shared parameter is frozen"
+        self._frozen_shared = {name: site for name, site in shared.items() if not site.parameter.requires_grad}
         self._sites = {name: site for name, site in sites.items() if name not in shared}
         for site in self._sites.values():
-            site.replace(site.parameter.to(main_dtype(site.parameter.dtype)))
+            trained = site.parameter.requires_grad
+            # nobody updates a frozen shard: it lies in the precision that the model computes in
+            site.replace(site.parameter.to(main_dtype(site.parameter.dtype) if trained else site.compute_dtype))
         experts = {site.owners[0][0] for name, site in self._sites.items() if self._shards[name].expert}
         ignored = {site.parameter for site in shared.values()}
         for stage in self.stages:
@@ -124,6 +134,10 @@ class FsdpEngine:
         for group in self._groups:
             group.materialize(init)
             self._main |= {parameter.name: parameter for parameter in group.main_parameters}
+        for name, site in self._frozen_shared.items():
+            value = torch.empty(site.parameter.shape, dtype=main_dtype(site.parameter.dtype), device=self._device)
+            init(name, value, self._shards[name].whole, self._shards[name].offsets)
+            site.replace(value.to(site.compute_dtype))
         for index, stage in enumerate(self.stages):
             await_weights_in_forward(stage, [group for group in self._groups if index in group.stages])
         self._main = {name: self._main[name] for name in self.shapes if name in self._main}
@@ -259,6 +273,7 @@ class FsdpEngine:
         found = {name: self._located(name, dtensor) for name, dtensor in self._dtensors.items()}
         found |= {name: main.pieces(main.param) for name, main in self._main.items()}
         found |= {name: value for group in self._groups for name, value in group.weights().items()}
+        found |= frozen_weights(self._frozen_shared, self._shards)
         return whole_model(found, self.shapes) | {
             name: ShardedValue.from_full(tensor) for name, tensor in persistent_buffers(self.stages).items()
         }
@@ -268,6 +283,7 @@ class FsdpEngine:
         total = Counter({"parameters": 0, "gradients": 0, "masters": 0, "host": 0})
         for group in self._groups:
             total.update(group.bytes_by_kind())
+        total["parameters"] += sum(site.parameter.nbytes for site in self._frozen_shared.values())
         offloaded = self._config.offload == "parameters"
         for dtensor in self._dtensors.values():
             total["host" if offloaded else "parameters"] += dtensor.to_local().nbytes

@@ -208,7 +208,8 @@ class TrainStep:
                 all_reduce(counts, self.mesh["stage"], "stage/moe/load")
                 load, dropped, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
                 # equal loads move no bias: a skipped step leaves them as they are
-                stage.update_expert_bias(torch.where(finite, load, torch.zeros_like(load)).float())
+                if not self.config.lora.on:  # what routes is frozen too
+                    stage.update_expert_bias(torch.where(finite, load, torch.zeros_like(load)).float())
             loads.append(load)
             drops.append(dropped)
             entropies.append(entropy)
