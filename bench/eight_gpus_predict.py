@@ -108,7 +108,9 @@ def record_of(folder: Path, gpus: int) -> dict[str, Any]:
             **({"loss": made["loss"]} if made else {}),
         }
     torch = found.data.get("versions", {}).get("torch", "?")
-    return {"commit": commit_of(), "devices": found.data.get("devices", "?"), "torch": torch, "entries": shown}
+    # of the checkout that it ran in, whose tiny recipes were predicted there before
+    commits = ", ".join(sorted({each["commit"] for each in found.predictions.values()}))
+    return {"commit": commits, "devices": found.data.get("devices", "?"), "torch": torch, "entries": shown}
 
 
 def main() -> None:
