@@ -37,6 +37,15 @@ def train(
         bool, typer.Option("--print-recipe", help="Print the resolved recipe as TOML, then exit.")
     ] = False,
     presets: Annotated[bool, typer.Option("--presets", help="List the model presets, then exit.")] = False,
+    system: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="SYSTEM",
+            help="RECIPE is a run of llamafactory or ms-swift (its YAML, script, or command line in quotes): print the "
+            "recipe that it becomes, then exit.",
+        ),
+    ] = "",
 ) -> None:
     """Train a model: `paceline train recipes/demo.toml --nproc 2`.
 
@@ -54,6 +63,11 @@ def train(
       torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 \\
         -m paceline train recipes/llama3_8b.toml
       srun --ntasks-per-node=8 paceline train recipes/llama3_8b.toml
+
+    [bold]From LLaMA-Factory or ms-swift[/bold]: the recipe is printed, nothing runs.
+
+      paceline train --from llamafactory x.yaml --nproc 8 > x.toml
+      paceline train --from ms-swift "swift sft --model Qwen3-8B --dataset my.jsonl"
     """
     if print_schema:
         from paceline.config.load import json_schema
@@ -70,6 +84,10 @@ def train(
             "`paceline train` needs a recipe",
             next_step="For example: paceline train recipes/demo.toml. `paceline train --help` says more.",
         )
+    if system:
+        from paceline.cli.train_from import print_recipe_of
+
+        raise typer.Exit(print_recipe_of(system, recipe, overrides or (), nproc))
     from paceline.config.load import dump_recipe, load_recipe
 
     loaded = load_recipe(recipe, overrides or ())

@@ -8,7 +8,7 @@ functions are passed over; a test that cannot be decided (a file, a command) cou
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
@@ -44,18 +44,19 @@ class Launch:
         return None if self.gpus_per_node is None else (self.nodes or 1) * self.gpus_per_node
 
 
-def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
+def read_launch(text: str, given: Mapping[str, str] | None = None, programs: Collection[str] = ()) -> Launch:
     """Reads a script, a command line, or flags alone.
 
     Args:
         given: variables that are set before the script begins.
+        programs: commands with flags that are looked for, beside Python files.
 
     Raises:
         ConfigError: there is no command with flags in it.
     """
     if text.lstrip().startswith("--"):
         text = f"pretrain_gpt.py {text}"
-    script = _Script(given or {}, _sbatch(text))
+    script = _Script(given or {}, _sbatch(text), programs)
     script.run(tokens(text))
     if not script.found:
         raise ConfigError(
@@ -80,10 +81,11 @@ def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
 class _Script:
     """Walks over the statements of a script once."""
 
-    def __init__(self, given: Mapping[str, str], slurm: Mapping[str, str]) -> None:
+    def __init__(self, given: Mapping[str, str], slurm: Mapping[str, str], programs: Collection[str]) -> None:
         self.variables = Variables(values={name: (value,) for name, value in given.items()})
         self.variables.exported.update(given)
         self.slurm = dict(slurm)
+        self.programs = programs
         if nodes := slurm.get("nodes"):
             for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
                 self.variables.values.setdefault(name, (nodes,))
@@ -216,7 +218,7 @@ class _Script:
                 program, words, flags, environment = self.found[index]
                 self.found[index] = (program, [*prefix, *words], flags, {**before, **environment})
             return
-        split = next((index for index, text in enumerate(fields) if _is_program(fields, index)), None)
+        split = next((index for index in range(len(fields)) if _is_program(fields, index, self.programs)), None)
         if split is None:
             return
         flags = fields[split + 1 :]
@@ -225,8 +227,10 @@ class _Script:
             self.found.append((fields[split], fields[:split], flags, environment))
 
 
-def _is_program(fields: Sequence[str], index: int) -> bool:
+def _is_program(fields: Sequence[str], index: int, programs: Collection[str]) -> bool:
     text = fields[index]
+    if PurePath(text).name in programs:
+        return True
     # a Python file that is no value of the launcher's own flags, or a module
     return (text.endswith(".py") and not text.startswith("-")) or (
         index > 0 and fields[index - 1] == "-m" and not text.startswith(_MODULES)

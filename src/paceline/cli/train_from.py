@@ -1,0 +1,195 @@
+"""`paceline train --from SYSTEM ...`: the recipe that a run of another system becomes, printed."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import typer
+
+from paceline.config.foreign import System, Translation, translate
+from paceline.config.foreign_read import read_arguments_file, read_words
+from paceline.config.load import merge, parse_override, resolve, validate
+from paceline.config.run import RunConfig
+from paceline.errors import ConfigError
+from paceline.report.console import make_console, print_findings
+from paceline.report.finding import Finding, exit_code, worst_first
+
+_PROGRAMS = {"llamafactory": ("llamafactory-cli", "lmf"), "ms-swift": ("swift", "megatron")}
+"""Commands of each system that a script is searched for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    given: dict[str, Any]
+    folder: Path
+    """Paths in ``given`` begin here."""
+    processes: int = 1
+
+
+def systems() -> dict[str, System]:
+    """By what `--from` calls them."""
+    from paceline.config.foreign_llamafactory import LLAMAFACTORY
+    from paceline.config.foreign_swift import MS_SWIFT
+
+    return {system.name: system for system in (LLAMAFACTORY, MS_SWIFT)}
+
+
+def print_recipe_of(name: str, source: str, overrides: Sequence[str], processes: int | None) -> int:
+    """Prints the recipe on standard output and what was found on standard error. Starts and writes nothing.
+
+    Returns:
+        the exit code: 1 where keys are unknown or contradict each other, though the recipe is printed.
+
+    Raises:
+        ConfigError: the system is unknown, ``source`` cannot be read, or what it becomes is no valid recipe.
+    """
+    known = systems()
+    if name not in known:
+        raise ConfigError(f"--from {name} is unknown", next_step=f"Take {' or '.join(known)}.")
+    read = _read(source, _PROGRAMS[name])
+    translation = translate(
+        known[name],
+        read.given,
+        processes=processes or read.processes,
+        folder=read.folder,
+        count_rows=functools.cache(_count_rows),
+    )
+    tables = translation.tables()
+    for override in overrides:
+        tables = merge(tables, parse_override(override))
+    findings = worst_first([*translation.findings, *_model_findings(tables)])
+    _refuse_invalid(tables)
+    typer.echo(recipe_text(translation, tables, source))
+    print_findings(make_console(stderr=True), findings)
+    return exit_code(findings)
+
+
+def _read(source: str, programs: Sequence[str]) -> _Read:
+    """A YAML or JSON file, a script, or a command line."""
+    is_text = any(char.isspace() for char in source) or source.startswith("-")
+    path = Path(source)
+    if not is_text and path.suffix in (".yaml", ".yml", ".json"):
+        return _Read(given=read_arguments_file(path), folder=Path())
+    text = source
+    if not is_text:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read",
+                evidence=str(error),
+                next_step="Give a YAML file, a script, or the command line in quotes.",
+            ) from error
+    words = shlex.split(text) if is_text else []
+    files = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and not word.startswith("-")]
+    if files and not any(word.startswith("--") for word in words):
+        # llamafactory-cli train x.yaml learning_rate=1e-5
+        more = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
+        return _Read(given={**read_arguments_file(Path(files[0])), **more}, folder=Path())
+    return _read_script(text, programs)
+
+
+def _read_script(text: str, programs: Sequence[str]) -> _Read:
+    from paceline.planner.launch_script import read_launch
+
+    if text.lstrip().startswith("--"):
+        text = f"{programs[0]} {text}"
+    launch = read_launch(text, programs=programs)
+    given = read_words(launch.flags)
+    command = next((word for word in launch.flags if not word.startswith("-")), "")
+    if command in ("sft", "pt", "rlhf"):
+        given["command"] = command
+    world = launch.world_size or _number(launch.environment, "NPROC_PER_NODE") * _number(launch.environment, "NNODES")
+    return _Read(given=given, folder=Path(), processes=world)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() and int(text) else 1
+
+
+def _count_rows(path: str) -> int | None:
+    """Rows of a file, a folder or an entry of a ``dataset_info.json``; None where it is not here."""
+    from paceline.data.dataset_info import read_entry
+    from paceline.data.record_rows import find_record_files, read_rows
+
+    file, _, name = path.partition("#")
+    if not Path(file).exists():
+        return None
+    entry = read_entry(file, name) if name else None
+    if entry is not None and entry.num_samples is not None:
+        return entry.num_samples
+    return sum(1 for found in find_record_files([file if entry is None else entry.path]) for _ in read_rows(found))
+
+
+def _model_findings(tables: Mapping[str, Any]) -> list[Finding]:
+    """Where the model is no folder here, whether the recipe runs cannot be said yet."""
+    name = str(tables.get("model", {}).get("init_from", ""))
+    if not name or Path(name).is_dir():
+        return []
+    return [
+        Finding(
+            id="config.from-model",
+            severity="warning",
+            subject=f"model.init_from = {name!r} is no folder here",
+            evidence="Weights are read from a folder; nothing is downloaded.",
+            next_step=f"Download it there first: hf download {name} --local-dir {name}",
+        )
+    ]
+
+
+def _refuse_invalid(tables: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the recipe would be refused; without its model where that is not here."""
+    model = dict(tables.get("model", {}))
+    if Path(str(model.get("init_from", ""))).is_dir():
+        resolve(dict(tables))
+    else:
+        validate({**tables, "model": {key: value for key, value in model.items() if key != "init_from"}})
+
+
+# ---- text
+
+
+def recipe_text(translation: Translation, tables: Mapping[str, Any], source: str) -> str:
+    """The recipe as TOML, with a comment behind each field that says where it comes from."""
+    said = {ours: _comment(translation, ours) for ours in translation.fields}
+    lines = [f"# {translation.system.title}: {' '.join(source.split())[:90]}"]
+    sections = [name for name in RunConfig.model_fields if name in tables]
+    for section, fields in ((name, tables[name]) for name in (*sections, *(tables.keys() - set(sections)))):
+        lines += ["", f"[{section}]"]
+        nested = {key: value for key, value in fields.items() if isinstance(value, Mapping)}
+        for key, value in fields.items():
+            if key not in nested:
+                lines += _line(key, value, said.get(f"{section}.{key}", ""))
+        for key, inner in nested.items():
+            lines += ["", f"[{section}.{key}]"]
+            for name, value in inner.items():
+                lines += _line(name, value, said.get(f"{section}.{key}.{name}", ""))
+    left_out = [finding for finding in translation.findings if finding.severity != "note"]
+    if left_out:
+        lines += ["", "# Not in this recipe as it was asked for:"]
+        lines += [f"#   {finding.subject}. {finding.evidence}" for finding in worst_first(left_out)]
+    return "\n".join(lines)
+
+
+def _comment(translation: Translation, ours: str) -> str:
+    origin = translation.origins[ours]
+    return f"{origin.said} (the default there)" if origin.is_default else origin.said
+
+
+def _line(key: str, value: Any, comment: str) -> list[str]:
+    plain = list(value) if isinstance(value, tuple) else value
+    if isinstance(plain, list) and not any(isinstance(one, Mapping) for one in plain):
+        inner = ", ".join(tomli_w.dumps({"x": one}).strip().removeprefix("x = ") for one in plain)
+        text = f"{key} = [{inner}]"
+    else:
+        text = tomli_w.dumps({key: plain}).strip()
+    if "\n" in text:
+        return [*([f"# {comment}"] if comment else []), text]
+    return [f"{text}  # {comment}" if comment else text]

@@ -1,0 +1,151 @@
+"""`paceline train --from`: what is printed is a recipe that runs as it is, and what was lost is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main as command_line
+from paceline.config.load import load_recipe
+
+YAML = """
+### model
+model_name_or_path: tiny
+### method
+stage: sft
+finetuning_type: lora
+lora_rank: 4
+lora_target: q_proj,v_proj
+### dataset
+dataset: mine, yours
+dataset_dir: rows
+template: chatml
+cutoff_len: 64
+### train
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 1
+learning_rate: 1e-4
+num_train_epochs: 2.0
+bf16: true
+"""
+SCRIPT = """
+MODEL=tiny
+NPROC_PER_NODE=4 \\
+CUDA_VISIBLE_DEVICES=0,1,2,3 \\
+swift rlhf \\
+    --rlhf_type dpo \\
+    --model $MODEL \\
+    --train_type full \\
+    --dataset rows/mine.jsonl \\
+    --per_device_train_batch_size 1 \\
+    --gradient_accumulation_steps 2 \\
+    --max_steps 7 --torch_dtype bfloat16 --deepspeed zero3
+"""
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "rows").mkdir()
+    row = json.dumps({"instruction": "a", "output": "b"})
+    (tmp_path / "rows" / "mine.jsonl").write_text(f"{row}\n" * 3)
+    (tmp_path / "rows" / "yours.json").write_text(f"[{', '.join([row] * 6)}]")
+    names = {"mine": {"file_name": "mine.jsonl"}, "yours": {"file_name": "yours.json"}}
+    (tmp_path / "rows" / "dataset_info.json").write_text(json.dumps(names))
+    (tmp_path / "x.yaml").write_text(YAML)
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["paceline", "train", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            command_line.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_a_yaml_becomes_a_recipe_that_loads(folder: Path, command: Command) -> None:
+    code, out, err = command("--from", "llamafactory", "x.yaml", "--nproc", "2", "--set", "run.name=mine")
+    assert code == 0 and err == ""
+    Path("x.toml").write_text(out)
+    config = load_recipe("x.toml").config
+    assert config.model.hidden_size == 64 and config.model.init_from == "tiny"
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 8.0, ("q_proj", "v_proj"))
+    assert config.train.global_batch_size == 4 and config.train.steps == 5  # 2 x 9 rows / 4
+    assert [source.weight for source in config.data.train] == [3, 6] and config.run.name == "mine"
+    assert "lr = 0.0001  # learning_rate: 1e-4" in out and "seed = 42  # seed (the default there)" in out
+
+
+def test_unknown_keys_are_listed_and_the_recipe_is_printed_all_the_same(folder: Path, command: Command) -> None:
+    with Path("x.yaml").open("a") as file:
+        file.write("packng: true\nuse_galore: true\nplot_loss: true\n")
+    code, out, err = command("--from", "llamafactory", "x.yaml")
+    assert code == 1
+    assert "error: packng: true is not a key that is known of LLaMA-Factory" in err and "Did you mean packing?" in err
+    assert "error: use_galore: true has no counterpart" in err
+    assert "1 key has no field in the recipe and needs none: plot_loss" in err
+    assert "[lora]" in out and "#   packng: true is not a key" in out
+    Path("x.toml").write_text(out)
+    load_recipe("x.toml")
+
+
+def test_a_script_and_the_same_words_in_quotes(folder: Path, command: Command) -> None:
+    Path("run.sh").write_text(SCRIPT)
+    code, out, err = command("--from", "ms-swift", "run.sh")
+    assert code == 0 and err == ""
+    Path("x.toml").write_text(out)
+    config = load_recipe("x.toml").config
+    assert config.task.kind == "dpo" and config.parallel.zero == 3 and config.lora.rank == 0
+    assert config.train.global_batch_size == 8 and config.train.steps == 7 and config.model.init_from == "tiny"
+    same = command("--from", "ms-swift", SCRIPT)
+    assert same[0] == 0 and same[1].splitlines()[1:] == out.splitlines()[1:]
+    flags = "--rlhf_type dpo --model tiny --dataset rows/mine.jsonl --max_steps 7"
+    assert command("--from", "ms-swift", "--nproc", "4", "--", flags)[0] == 0
+
+
+def test_a_model_that_is_not_here_is_told(folder: Path, command: Command) -> None:
+    code, out, err = command("--from", "ms-swift", "swift sft --model Qwen/Qwen3-8B --max_steps 3")
+    assert code == 0 and 'init_from = "Qwen/Qwen3-8B"' in out
+    assert "hf download Qwen/Qwen3-8B --local-dir Qwen/Qwen3-8B" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--from", "deepspeed", "x.yaml"), "--from deepspeed is unknown"),
+        (("--from", "llamafactory", "none.yaml"), "none.yaml cannot be read"),
+        (("--from", "ms-swift", "none.sh"), "none.sh cannot be read"),
+        (("--from", "ms-swift", "echo hello"), "no command with flags"),
+        (("--from", "ms-swift", "swift sft --learning_rate much"), "learning_rate: much is no number"),
+        (("--from", "ms-swift", "swift sft --learning_rate -1"), "optim.lr = -1"),
+        (("--from", "llamafactory"), "needs a recipe"),
+    ],
+)
+def test_bad_use_is_refused(arguments: tuple[str, ...], message: str, folder: Path, command: Command) -> None:
+    code, out, err = command(*arguments)
+    assert code == 2 and message in err and out == ""
