@@ -116,7 +116,8 @@ def stages_table(config: RunConfig) -> Table:
 def _ends(config: RunConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     ends = ["embedding"] if "embed.weight" in shapes else []
     if any(name.startswith("norm.") for name in shapes):
-        ends.append("head (tied)" if config.model.tie_embeddings else "head")
+        tied = " (tied)" if config.model.ties_head else ""
+        ends.append("score" if config.model.has_score else f"head{tied}")
     if any(name.startswith("mtp.") for name in shapes):
         ends.append("multi-token")
     return ends

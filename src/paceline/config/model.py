@@ -219,6 +219,9 @@ class ModelConfig(Section):
     """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
     tie_embeddings: bool = False
     """The head uses the embedding's matrix."""
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """What the last hidden state becomes: logits, or one number, the score of a reward model (`task.kind = "reward"`).
+    """
     dropout: float = Field(0.0, ge=0, lt=1)
     """After the embedding, after attention and after the MLP."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
@@ -265,6 +268,21 @@ class ModelConfig(Section):
     def kv_heads(self) -> int:
         """`num_kv_heads`, or `num_heads` where it is 0."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def has_score(self) -> bool:
+        """Whether it ends in a score instead of logits."""
+        return self.head == "score"
+
+    @property
+    def head_rows(self) -> int:
+        """Numbers that the head gives for each token."""
+        return 1 if self.has_score else self.vocab_size
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether there is a head that uses the embedding's matrix."""
+        return self.tie_embeddings and not self.has_score
 
     @property
     def qk_head_dim(self) -> int:

@@ -218,6 +218,8 @@ def logits_bytes(model: ModelConfig, train: TrainConfig, tokens: int, tp: int = 
     pass takes them, the gradients of hidden states and head. With `train.fp8_head` also the slice's gradient in fp8,
     both ways round, the same of the weights, and the gradient that a slice adds to that of the head.
     """
+    if model.has_score:
+        return 0  # a number for each token
     vocab = _ceil(model.vocab_size, tp)
     if train.loss_kernel == "plain":
         return 12 * tokens * vocab

@@ -36,7 +36,7 @@ def layer_parameters(model: ModelConfig) -> tuple[float, float]:
 def edge_parameters(model: ModelConfig) -> tuple[float, float]:
     """Of the embedding, and of the head as it lies on the last stage (a tied one is there too)."""
     counts = count_parameters(model)
-    return float(counts.embedding), float(counts.head or model.vocab_size * model.hidden_size)
+    return float(counts.embedding), float(counts.head or model.head_rows * model.hidden_size)
 
 
 def _expert_parameters(block: BlockSpec) -> float:

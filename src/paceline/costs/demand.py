@@ -226,8 +226,13 @@ _OF_WEIGHTS = (
 )
 
 
+def _head_rows(work: Workload) -> float:
+    """Numbers of each token's head on a rank."""
+    return work.model.head_rows / (1 if work.model.has_score else work.tp)
+
+
 def _head(work: Workload, tokens: float, rates: Rates) -> dict[str, float]:
-    model, vocab = work.model, work.model.vocab_size / work.tp
+    model, vocab = work.model, _head_rows(work)
     forward, backward = linear_seconds(tokens, model.hidden_size, vocab, rates.bf16, rates.hbm, rates.multiprocessors)
     depth = 1 + model.mtp_layers
     # logits written, cast, read for maximum, sum and gradient; 24 bytes each, fused 8

@@ -112,7 +112,7 @@ class _Parameters:
 def _parameters(work: Workload, cluster: Cluster, layers: float, *, first: bool, last: bool) -> _Parameters:
     dense, experts = layer_parameters(work.model)
     embedding, head = edge_parameters(work.model)
-    tied = work.model.tie_embeddings
+    tied = work.model.ties_head
     edges = embedding * first + head * (last and not (first and tied))
     edges += embedding * (last and not first and work.model.mtp_layers > 0)
     dense_here = (layers * dense + edges) / work.tp
@@ -191,7 +191,7 @@ def _of_rank(
     if profile.keeps_eight_bits and work.precision in ("fp8", "mxfp8", "nvfp4"):
         # inputs of linears: a norm's output of its two tensors, one of five widths of heads, the product of three
         hidden, heads, ffn_bytes = 0.75 * hidden, 0.9 * heads, ffn_bytes * 5 / 6
-    logits = tokens * work.model.vocab_size / work.tp * last
+    logits = tokens * work.model.head_rows / work.tp * last
     if work.chunked_loss:
         logits *= min(1.0, work.loss_chunk_tokens / tokens)
     else:

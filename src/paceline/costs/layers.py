@@ -83,7 +83,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     embedding = model.vocab_size * model.hidden_size
     if model.position == "learned":
         embedding += model.max_seq_len * model.hidden_size
-    head = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    head = model.hidden_size if model.has_score else 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     norm = norm_parameters(model)
     blocks = tuple(block_parameters(model, block) for block in model.blocks())
     active = tuple(block_parameters(model, block, active=True) for block in model.blocks())
@@ -187,7 +187,7 @@ def token_flops(model: ModelConfig, seq_len: int, convention: Convention = "caus
             parts["mlp"] += 2 * feed_forward_weights(feed_forward)
     return TokenFlops(
         **parts,
-        logits=2.0 * model.hidden_size * model.vocab_size * (1 + model.mtp_layers),
+        logits=2.0 * model.hidden_size * model.head_rows * (1 + model.mtp_layers),
         mtp_merge=2.0 * 2 * model.hidden_size**2 * model.mtp_layers,
     )
 

@@ -245,7 +245,7 @@ def _fsdp_states(config: RunConfig, held: _HeldParameters, micro_batches: int) -
     share, moments, whole = held.share, held.moments(config.optim), held.total
     if parallel.zero == 3:
         # an embedding that is used twice (tied, or by multi-token prediction) is not given back after its first use
-        kept = held.embedding if model.tie_embeddings or model.mtp_layers else 0
+        kept = held.embedding if model.ties_head or model.mtp_layers else 0
         whole = min(whole, 2 * held.largest_block + held.head + kept)
     unreduced = 4 * held.largest_block
     if micro_batches > 1:

@@ -36,7 +36,7 @@ def part_shapes(model: ModelConfig, blocks: range, *, first: bool, last: bool) -
     """
     hidden = model.hidden_size
     shapes: dict[str, Shape] = {}
-    if first or (last and (model.tie_embeddings or model.mtp_layers)):
+    if first or (last and (model.ties_head or model.mtp_layers)):
         shapes["embed.weight"] = (model.vocab_size, hidden)
         if model.position == "learned":
             shapes["embed.position_weight"] = (model.max_seq_len, hidden)
@@ -45,7 +45,9 @@ def part_shapes(model: ModelConfig, blocks: range, *, first: bool, last: bool) -
         shapes |= {f"blocks.{index}.{name}": shape for name, shape in block_shapes(model, specs[index]).items()}
     if last:
         shapes |= _norm("norm", model)
-        if not model.tie_embeddings:
+        if model.has_score:
+            shapes["score.weight"] = (1, hidden)
+        elif not model.tie_embeddings:
             shapes["head.weight"] = (model.vocab_size, hidden)
         for depth, block in enumerate(model.mtp_blocks(), start=1):
             shapes |= {f"mtp.{depth}.{name}": shape for name, shape in _mtp(model, block).items()}

@@ -82,7 +82,7 @@ def block_flops(block: BlockSpec, seq_len: int) -> float:
 
 def after_blocks_flops(model: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token after the last block."""
-    head = 2.0 * model.hidden_size * model.vocab_size
+    head = 2.0 * model.hidden_size * model.head_rows
     return head + sum(head + 4 * model.hidden_size**2 + block_flops(block, seq_len) for block in model.mtp_blocks())
 
 

@@ -100,7 +100,7 @@ def head_blocks(model: ModelConfig, seq_len: int) -> float:
     """How many blocks' forward the head costs as much as, attention counted: what `costs/stages.py` cuts by."""
     blocks = (*model.blocks(), *model.mtp_blocks())
     block = sum(block_flops(one, seq_len) for one in blocks) / len(blocks)
-    return 2.0 * model.hidden_size * model.vocab_size / block
+    return 2.0 * model.hidden_size * model.head_rows / block
 
 
 @lru_cache(maxsize=256)
@@ -108,7 +108,7 @@ def head_layers(model: ModelConfig) -> float:
     """How many layers the head costs as much as."""
     dense, experts = layer_parameters(model)
     active = dense + experts * (model.top_k / model.num_experts if model.num_experts else 0.0)
-    return model.hidden_size * model.vocab_size / active
+    return model.hidden_size * model.head_rows / active
 
 
 def predict(work: RunConfig | Workload, cluster: Cluster, profile: Profile = PACELINE) -> StepEstimate:

@@ -120,7 +120,7 @@ def data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[flo
     dp = work.dp(cluster.gpus)
     dense, experts = layer_parameters(work.model)
     embedding, head = edge_parameters(work.model)
-    both: float = embedding + (0.0 if work.model.tie_embeddings else head)
+    both: float = embedding + (0.0 if work.model.ties_head else head)
     fullest = max(layers_by_rank)
     if work.is_v_shaped:  # the first rank has both, and fewer layers for it
         edges = max(both - (fullest - layers_by_rank[0]) * (dense + experts), 0.0)

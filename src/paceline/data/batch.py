@@ -27,6 +27,8 @@ class Batch:
     """int64 [B, T], or None for 0..T-1 in every row"""
     documents: Tensor | None = None
     """int32 [B, T], number of the document within the row, or None where attention may see the whole row"""
+    answers: Tensor | None = None
+    """bool [B, T], for a task that marks some tokens of its own (`tasks/orpo.py`, `tasks/reward.py`)"""
 
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """What a task's data says of each document: [B, D] tensors, ``fields[name][b, d]`` of the document numbered ``d``
@@ -49,5 +51,6 @@ class Batch:
             labels=move(self.labels),
             positions=None if self.positions is None else move(self.positions),
             documents=None if self.documents is None else move(self.documents),
+            answers=None if self.answers is None else move(self.answers),
             fields={name: move(value) for name, value in self.fields.items()},
         )

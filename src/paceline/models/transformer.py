@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from paceline.config.model import BlockSpec, ModelConfig
 from paceline.kernels.attention import AttentionCore, attention_core
 from paceline.kernels.cross_entropy import IGNORE_INDEX, ChunkedHeadLoss, HeadLoss, head_logits
+from paceline.kernels.log_probs import LabelLogProbs
+from paceline.kernels.precision import at_least_fp32
 from paceline.models.attention import CosSin, GroupedQueryAttention, LatentAttention
 from paceline.models.block import Block
 from paceline.models.init import WeightInit
@@ -40,6 +42,10 @@ class ModelOutput(NamedTuple):
     """Detached: "loss_sum_main", "loss_sum_mtp", "moe/load" [L, E], "moe/dropped" and "moe/entropy" [L]."""
     hidden: Tensor | None = None
     """[B, T, C], from a part of the model that is not the last."""
+    log_probs: Tensor | None = None
+    """[B, T], at least fp32: of each label, 0 where there is none; if asked for."""
+    scores: Tensor | None = None
+    """[B, T], at least fp32: of each token, from a model with a score for a head."""
 
 
 class Embedding(nn.Module):
@@ -89,6 +95,18 @@ class Head(nn.Module):
         return head_loss(hidden_BTC.flatten(0, 1), weight_VC, labels_BT.flatten(), logit_softcap=self.logit_softcap)
 
 
+class Score(nn.Module):
+    """One number for each token instead of logits: the head of a reward model."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=dtype, device=device))
+
+    def forward(self, hidden_BTC: Tensor) -> Tensor:
+        """[B, T], at least fp32."""
+        return at_least_fp32(F.linear(hidden_BTC, self.weight))[..., 0]
+
+
 class MultiTokenPrediction(nn.Module):
     """One depth of DeepSeek-V3's MTP: the state of a token and the embedding of the next one predict the one after.
 
@@ -122,8 +140,8 @@ class MultiTokenPrediction(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model, or a part of one (`part`). Knows nothing of ranks.
 
-    Four seams may be given other objects: the attention core (`set_attention_core`), the dispatcher of each `MoE`, what
-    its router sees of each sequence (`Router.sequences`), and `head_loss`.
+    Five seams may be given other objects: the attention core (`set_attention_core`), the dispatcher of each `MoE`, what
+    its router sees of each sequence (`Router.sequences`), `head_loss` and `log_probs`.
     """
 
     embed: Embedding | None
@@ -131,6 +149,9 @@ class Transformer(nn.Module):
     norm: nn.Module | None
     """None in a part that is not the last, as `head`."""
     head: Head | None
+    """None also where the model has a score."""
+    score: Score | None
+    """None in a part that is not the last, and in a model with a head."""
 
     def __init__(
         self,
@@ -140,19 +161,22 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
         core: AttentionCore | None = None,
         head_loss: HeadLoss | None = None,
+        log_probs: LabelLogProbs | None = None,
     ) -> None:
         super().__init__()
         core = core or attention_core("auto")
         self.config = config
         self.is_first = self.is_last = True
         self.head_loss: HeadLoss = head_loss or ChunkedHeadLoss()
+        self.log_probs = log_probs or LabelLogProbs()
         self.rope = Rope(config) if config.position == "rope" else None
         self.embed = Embedding(config, dtype, device)
         self.blocks = nn.ModuleDict(
             {str(spec.index): Block(spec, config, core, dtype, device) for spec in config.blocks()}
         )
         self.norm = make_norm(config, dtype, device)
-        self.head = Head(config, dtype, device)
+        self.head = None if config.has_score else Head(config, dtype, device)
+        self.score = Score(config, dtype, device) if config.has_score else None
         self.mtp = nn.ModuleDict(
             {
                 str(depth): MultiTokenPrediction(spec, config, core, dtype, device)
@@ -179,14 +203,14 @@ class Transformer(nn.Module):
         if not (first or (last and self.needs_embedding_last)):
             part.embed = None
         if not last:
-            part.norm = part.head = None
+            part.norm = part.head = part.score = None
             part.mtp = nn.ModuleDict()
         return part
 
     @property
     def needs_embedding_last(self) -> bool:
         """Whether what comes after the last block reads the embedding's weight."""
-        return self.config.tie_embeddings or self.config.mtp_layers > 0
+        return self.config.ties_head or self.config.mtp_layers > 0
 
     def forward(
         self,
@@ -196,19 +220,24 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         hidden: Tensor | None = None,
+        log_probs: bool = False,
+        noise: Tensor | None = None,
     ) -> ModelOutput:
         """Args:
         tokens: int64 [B, T].
-        labels: int64 [B, T], the token after each token; IGNORE_INDEX has no loss. None asks for logits.
+        labels: int64 [B, T], the token after each token; IGNORE_INDEX has no loss. None asks for logits. A model with a
+            score gives scores and reads no labels.
         positions: int64 [B, T]; None = 0 ... T-1.
         documents: integers [B, T]; tokens of different documents do not see each other. None = one document.
         hidden: [B, T, C] from the part before; only a part that is not the first takes it.
+        log_probs: asks for the log-probability of each label instead of their loss.
+        noise: [B, T, C] added to the embeddings; only the first part reads it.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos_sin = self.rope(positions) if self.rope is not None else None
         extras: list[BlockExtras] = []
-        x_BTC = self._start(tokens, positions, hidden)
+        x_BTC = self._start(tokens, positions, hidden, noise)
         for block in self.blocks.values():
             x_BTC, extra = block(x_BTC, cos_sin, documents)
             if extra is not None:
@@ -217,10 +246,16 @@ class Transformer(nn.Module):
             return ModelOutput(None, None, _sum_aux(extras), None, _moe_stats(extras), x_BTC)
         assert self.norm is not None
         hidden_BTC = self.norm(x_BTC)
+        beside = (_sum_aux(extras), None, _moe_stats(extras))
+        if self.score is not None:
+            return ModelOutput(None, None, *beside, scores=self.score(hidden_BTC))
         if labels is None:
-            logits, _ = self._head(hidden_BTC, None)
+            logits, _ = self._head(hidden_BTC, None, self.head_loss)
             return ModelOutput(None, None, _sum_aux(extras), logits, _moe_stats(extras))
-        loss_sum, num_tokens = self._head(hidden_BTC, labels)
+        if log_probs:
+            found, num_tokens = self._head(hidden_BTC, labels, self.log_probs)
+            return ModelOutput(None, num_tokens, *beside, log_probs=found.view(labels.shape))
+        loss_sum, num_tokens = self._head(hidden_BTC, labels, self.head_loss)
         stats = {"loss_sum_main": loss_sum.detach()}
         if self.mtp:
             mtp_sum = self._mtp_loss(hidden_BTC, tokens, labels, positions, documents, cos_sin, extras)
@@ -228,22 +263,23 @@ class Transformer(nn.Module):
             loss_sum = loss_sum + self.config.mtp_loss_coef * mtp_sum
         return ModelOutput(loss_sum, num_tokens, _sum_aux(extras), None, stats | _moe_stats(extras))
 
-    def _start(self, tokens: Tensor, positions: Tensor, hidden: Tensor | None) -> Tensor:
+    def _start(self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, noise: Tensor | None) -> Tensor:
         assert self.is_first == (hidden is None), (
             "a part that is not the first is given hidden states, the first is not"
         )
         if hidden is not None:
             return hidden
         assert self.embed is not None
-        return self.embed(tokens, positions)
+        x_BTC = self.embed(tokens, positions)
+        return x_BTC if noise is None else x_BTC + noise
 
-    def _head(self, hidden_BTC: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _head(self, hidden_BTC: Tensor, labels: Tensor | None, loss: HeadLoss) -> tuple[Tensor, Tensor | None]:
         assert self.head is not None
         tied_weight_VC = None
         if self.head.weight is None:
             assert self.embed is not None
             tied_weight_VC = self.embed.weight
-        return self.head(hidden_BTC, labels, self.head_loss, tied_weight_VC)
+        return self.head(hidden_BTC, labels, loss, tied_weight_VC)
 
     def _mtp_loss(
         self,
@@ -268,7 +304,7 @@ class Transformer(nn.Module):
             if documents is not None:
                 crosses = _shift_left(documents, depth, -1) != documents
                 depth_labels = depth_labels.masked_fill(crosses, IGNORE_INDEX)
-            loss_sum, _ = self._head(hidden_BTC, depth_labels)
+            loss_sum, _ = self._head(hidden_BTC, depth_labels, self.head_loss)
             total = total + loss_sum
         return total / len(self.mtp)
 

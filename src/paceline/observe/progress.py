@@ -144,6 +144,10 @@ def step_cells(record: StepRecord) -> dict[str, str]:
         "lr": f"{record.lr:.2e}",
         "tokens/s": units.count(record.tokens_per_second_per_gpu) + " per device",
     }
+    for name in ("reward_accuracy", "reward_margin", "kl"):
+        value = record.extra.get(name)
+        if isinstance(value, float):
+            cells[name.replace("_", " ")] = f"{value:.3f}"
     if record.tflops_per_gpu is not None:
         cells["compute"] = units.tflops(record.tflops_per_gpu)
     if record.mfu is not None:
@@ -158,7 +162,7 @@ def step_cells(record: StepRecord) -> dict[str, str]:
 
 def evaluation_cells(values: Mapping[str, float]) -> dict[str, str]:
     """The results of an evaluation that a person watches; the number of tokens and the unigram model are left out."""
-    hidden = ("tokens", "unigram_loss", "unigram_bits_per_byte")
+    hidden = ("tokens", "pairs", "examples", "unigram_loss", "unigram_bits_per_byte")
     return {name: f"{value:.4g}" for name, value in values.items() if not name.endswith(hidden)}
 
 

@@ -46,6 +46,7 @@ def context_part(batch: Batch, axis: Axis, method: ContextMethod) -> Batch:
         labels=part(batch.labels),
         positions=part(positions),
         documents=None if batch.documents is None else part(batch.documents),
+        answers=None if batch.answers is None else part(batch.answers),
         fields=batch.fields,
     )
 

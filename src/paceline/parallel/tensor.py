@@ -27,14 +27,14 @@ from paceline.costs.placement import copies, local_box, share
 from paceline.kernels.cross_entropy import HeadLoss
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
-from paceline.models.transformer import Embedding, Head, Transformer
+from paceline.models.transformer import Embedding, Head, Score, Transformer
 from paceline.parallel.accumulate import place_of
 from paceline.parallel.collectives import Axis
 from paceline.parallel.linear import Meeting, column_products, row_product
 from paceline.parallel.mesh import ParallelMesh
-from paceline.parallel.regions import gather_sequence, own_part, scatter_sum
+from paceline.parallel.regions import gather_replicated, gather_sequence, own_part, scatter_sum
 from paceline.parallel.shards import Shard
-from paceline.parallel.vocabulary import Rows, gather_logits, look_up, vocabulary_head_loss
+from paceline.parallel.vocabulary import Rows, gather_logits, look_up, vocabulary_head_loss, vocabulary_log_probs
 
 Sublayer = GroupedQueryAttention | LatentAttention | FeedForward
 
@@ -71,6 +71,9 @@ def shard_tensors(stage: Transformer, mesh: ParallelMesh) -> dict[str, Shard]:
     if stage.head is not None:
         _gather_for_head(stage.head, rows)
         stage.head_loss = vocabulary_head_loss(stage.head_loss, rows)
+        stage.log_probs = vocabulary_log_probs(stage.log_probs, rows)
+    if stage.score is not None:
+        _gather_scores(stage.score, axis)
     return shards
 
 
@@ -183,3 +186,13 @@ def _gather_for_head(head: Head, rows: Rows) -> None:
         return (gather_logits(result, rows, "tp/logits") if labels_BT is None else result), num_tokens
 
     head.forward = forward  # type: ignore[method-assign]
+
+
+def _gather_scores(score: Score, axis: Axis) -> None:
+    """Each rank scores its part of the tokens; then all have every score, and go on alike."""
+    plain = score.forward
+
+    def forward(hidden_BTC: Tensor) -> Tensor:
+        return gather_replicated(plain(hidden_BTC), axis, "tp/score", dim=_SEQUENCE)
+
+    score.forward = forward  # type: ignore[method-assign]

@@ -8,8 +8,6 @@ rank.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,16 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.cross_entropy import (
-    IGNORE_INDEX,
-    ChunkedHeadLoss,
-    HeadLoss,
-    PlainHeadLoss,
-    chunked_loss,
-    soft_capped,
-)
+from paceline.kernels.cross_entropy import IGNORE_INDEX, ChunkedHeadLoss, HeadLoss, PlainHeadLoss, chunked_loss
 from paceline.kernels.fp8 import Cut
 from paceline.kernels.fp8_head import Fp8Head
+from paceline.kernels.log_probs import LabelLogProbs, compiled_parts, logit_gradient, partial_statistics
 from paceline.kernels.precision import at_least_fp32
 from paceline.parallel.collectives import Axis, all_gather
 from paceline.parallel.linear_fp8 import WidestOver
@@ -48,6 +40,13 @@ class Rows:
         is_own = (ids >= self.start) & (ids < self.stop)
         return torch.where(is_own, ids - self.start, 0), is_own
 
+    def join(self, own_2n: Tensor) -> tuple[Tensor, Tensor]:
+        """Logsumexp over the whole vocabulary, and the label's logit, from each rank's `partial_statistics`."""
+        all_2n = own_2n.new_empty(self.axis.size * 2, own_2n.shape[1])
+        all_gather(all_2n, own_2n, self.axis, "tp/loss/all_gather")
+        lse_rn, target_rn = all_2n.unflatten(0, (self.axis.size, 2)).unbind(1)
+        return lse_rn.logsumexp(0), target_rn.sum(0)
+
 
 def look_up(tokens_BT: Tensor, weight_RC: Tensor, rows: Rows) -> Tensor:
     """[B, T, C]: rows of tokens that this rank has, zeros for others; the sum over ranks is the plain look-up."""
@@ -68,11 +67,23 @@ def gather_logits(logits_BTR: Tensor, rows: Rows, name: str) -> Tensor:
 def vocabulary_head_loss(plain: HeadLoss, rows: Rows) -> HeadLoss:
     """The form of a loss of the plain model that works on a part of the vocabulary."""
     if isinstance(plain, ChunkedHeadLoss):
-        cut = Cut(over="outputs", widen=WidestOver(axis=rows.axis, name="tp/loss/scales"))
-        fp8 = None if plain.fp8 is None else replace(plain.fp8, cut=cut)
+        fp8 = _cut_fp8(plain.fp8, rows)
         return VocabularyHeadLoss(rows=rows, chunk_tokens=plain.chunk_tokens, compiled=plain.compiled, fp8=fp8)
     assert isinstance(plain, PlainHeadLoss), f"no vocabulary-parallel form of {plain}"
     return VocabularyHeadLoss(rows=rows, chunk_tokens=0)
+
+
+def vocabulary_log_probs(plain: LabelLogProbs, rows: Rows) -> LabelLogProbs:
+    """The form of the plain model's log-probabilities that works on a part of the vocabulary.
+
+    The same numbers on all ranks, bit for bit; one all-gather of two numbers a token, in the forward pass alone.
+    """
+    return replace(plain, columns=rows, fp8=_cut_fp8(plain.fp8, rows))
+
+
+def _cut_fp8(fp8: Fp8Head | None, rows: Rows) -> Fp8Head | None:
+    cut = Cut(over="outputs", widen=WidestOver(axis=rows.axis, name="tp/loss/scales"))
+    return None if fp8 is None else replace(fp8, cut=cut)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +118,11 @@ class VocabularyHeadLoss:
         self, logits_nV: Tensor, labels_n: Tensor, logit_softcap: float, *, with_gradient: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """A `SliceLoss` over the columns of all ranks."""
-        partial, gradient = _compiled_parts() if self.compiled else (partial_statistics, logit_gradient)
+        partial, gradient = compiled_parts() if self.compiled else (partial_statistics, logit_gradient)
         ids_n, is_own_n = self.rows.local(labels_n)
-        own_2n = partial(logits_nV, ids_n, is_own_n, logit_softcap)
-        axis = self.rows.axis
-        all_2n = own_2n.new_empty(axis.size * 2, own_2n.shape[1])
-        all_gather(all_2n, own_2n, axis, "tp/loss/all_gather")
-        lse_rn, target_rn = all_2n.unflatten(0, (axis.size, 2)).unbind(1)
-        lse_n = lse_rn.logsumexp(0)
+        lse_n, target_n = self.rows.join(partial(logits_nV, ids_n, is_own_n, logit_softcap))
         is_kept_n = labels_n != IGNORE_INDEX
-        loss = ((lse_n - target_rn.sum(0)) * is_kept_n).sum()
+        loss = ((lse_n - target_n) * is_kept_n).sum()
         if not with_gradient:
             return loss, None
         return loss, gradient(logits_nV, ids_n, is_own_n, is_kept_n, lse_n, logit_softcap)
@@ -137,32 +143,3 @@ class _LossOfLogits(torch.autograd.Function):
         (gradient_NR,) = ctx.saved_tensors
         # at least fp32: beside a tensor in bf16 a GPU would round the number to bf16
         return (at_least_fp32(gradient_NR) * grad_output).to(gradient_NR.dtype), None, None, None
-
-
-def partial_statistics(logits_nR: Tensor, ids_n: Tensor, is_own_n: Tensor, logit_softcap: float) -> Tensor:
-    """[2, n], at least fp32: logsumexp over this rank's columns, and the label's logit where it is among them, or 0."""
-    capped_nR = soft_capped(at_least_fp32(logits_nR), logit_softcap)
-    target_n = capped_nR.gather(1, ids_n[:, None])[:, 0]
-    return torch.stack((capped_nR.logsumexp(-1), torch.where(is_own_n, target_n, 0.0)))
-
-
-def logit_gradient(
-    logits_nR: Tensor, ids_n: Tensor, is_own_n: Tensor, is_kept_n: Tensor, lse_n: Tensor, logit_softcap: float
-) -> Tensor:
-    """[n, R] in the dtype of the logits: probabilities, less 1 at the label.
-
-    Written without scatters, so that a compiler makes one pass of it.
-    """
-    capped_nR = soft_capped(at_least_fp32(logits_nR), logit_softcap)
-    columns_1R = torch.arange(logits_nR.shape[1], device=logits_nR.device)[None]
-    is_label_nR = (columns_1R == ids_n[:, None]) & is_own_n[:, None]
-    gradient_nR = ((capped_nR - lse_n[:, None]).exp() - is_label_nR.to(capped_nR.dtype)) * is_kept_n[:, None]
-    if logit_softcap:
-        gradient_nR = gradient_nR * (1.0 - (capped_nR / logit_softcap).square())
-    return gradient_nR.to(logits_nR.dtype)
-
-
-@functools.cache
-def _compiled_parts() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """`partial_statistics` and `logit_gradient` through torch.compile, once for each size of slice."""
-    return torch.compile(partial_statistics, dynamic=False), torch.compile(logit_gradient, dynamic=False)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paceline.config.model import MoESpec
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
+from paceline.config.task import TaskConfig
 from paceline.costs.hardware import peak_tflops
 from paceline.costs.layers import training_flops_per_token
 from paceline.costs.low_precision import MULTIPLE
@@ -19,6 +21,7 @@ from paceline.costs.stages import cut_stages
 from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import ChunkedHeadLoss, PlainHeadLoss
 from paceline.kernels.fp8_head import Fp8Head
+from paceline.kernels.log_probs import LabelLogProbs
 from paceline.models.init import WeightInit
 from paceline.models.lora import attach_adapters
 from paceline.models.transformer import Transformer
@@ -30,12 +33,20 @@ from paceline.parallel.engine import Engine
 from paceline.parallel.low_precision import Fp8Options, refuse_without_fp8
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.regions import sum_replicated
 from paceline.runtime.device import device_name, device_uuid, memory_stats
 from paceline.runtime.energy import EnergyCounter
 from paceline.runtime.log import log_once
 from paceline.runtime.process import ProcessInfo
+from paceline.tasks.documents import SumParts
+from paceline.tasks.dpo import Dpo
+from paceline.tasks.kto import Kto
+from paceline.tasks.orpo import Orpo
 from paceline.tasks.pretrain import Pretrain
+from paceline.tasks.reward import Reward
+from paceline.tasks.sft import Sft
 from paceline.tasks.task import Task
+from paceline.training.reference import Reference, build_reference
 from paceline.training.staged import StagedTask
 from paceline.training.step import TrainStep
 
@@ -56,6 +67,7 @@ class Parts:
     optimizer: Optimizer
     staged: StagedTask
     step: TrainStep
+    reference: Reference | None = None
 
 
 def build_parts(
@@ -88,10 +100,30 @@ def build_parts(
     engine = spread.engine
     engine.materialize(WeightInit(config.model, config.run.seed, config.lora))
     optimizer = build_optimizer(config.optim, engine, mesh)
-    task = build_task(config, registry)
+    reference = build_reference(
+        config,
+        stages=spread.stages,
+        engine=engine,
+        plain=lambda: build_model(config, dtype=dtype),
+        mesh=mesh,
+        device=device,
+    )
+
+    def sum_parts(value: Tensor) -> Tensor:
+        return sum_replicated(value, mesh["cp"], "cp/task")
+
     pipeline = Pipeline(spread.stages, engine, mesh, config.parallel)
     done("model")
-    staged = StagedTask(config, task=task, stages=spread.stages, pipeline=pipeline, mesh=mesh, dtype=dtype)
+    staged = StagedTask(
+        config,
+        task=build_task(config, registry, sum_parts),
+        stages=spread.stages,
+        pipeline=pipeline,
+        mesh=mesh,
+        sum_parts=sum_parts,
+        reference=reference,
+        dtype=dtype,
+    )
     return Parts(
         config=config,
         info=info,
@@ -101,6 +133,7 @@ def build_parts(
         engine=engine,
         optimizer=optimizer,
         staged=staged,
+        reference=reference,
         step=TrainStep(config, staged=staged, engine=engine, optimizer=optimizer, mesh=mesh),
     )
 
@@ -118,6 +151,9 @@ def build_model(
         device=device,
         core=attention_core(train.attention_kernel),
         head_loss=PlainHeadLoss() if train.loss_kernel == "plain" else chunked,
+        log_probs=LabelLogProbs(
+            chunk_tokens=0 if train.loss_kernel == "plain" else train.loss_chunk_tokens, compiled=compiled, fp8=fp8
+        ),
     )
     attach_adapters(model, config.lora)
     return model
@@ -137,10 +173,22 @@ def _fp8_head(config: RunConfig) -> Fp8Head | None:
     return None
 
 
-def build_task(config: RunConfig, registry: Registry) -> Task:
+def build_task(config: RunConfig, registry: Registry, sum_parts: SumParts) -> Task:
     """The task that `task.kind` names; `config.check` has refused unknown ones."""
-    factory = registry.tasks.get(config.task.kind)
-    return Pretrain() if factory is None else factory(config)
+    kind = config.task.kind
+    if kind in registry.tasks:
+        found: Task = registry.tasks[kind](config)
+        return found
+    of_tokens: dict[str, Callable[[], Task]] = {"pretrain": Pretrain, "sft": Sft}
+    if kind in of_tokens:
+        return of_tokens[kind]()
+    of_answers: dict[str, Callable[[TaskConfig, SumParts], Task]] = {
+        "dpo": Dpo,
+        "orpo": Orpo,
+        "kto": Kto,
+        "reward": Reward,
+    }
+    return of_answers[kind](config.task, sum_parts)
 
 
 def rates(config: RunConfig, device: torch.device) -> Rates:
@@ -163,6 +211,7 @@ def build_meter(parts: Parts, *, tokens_before: int = 0, skipped_before: int = 0
     """What turns steps into records."""
     train, model = parts.config.train, parts.config.model
     extra = [name for name, on in (("aux_loss", model.is_moe), ("mtp_loss", model.mtp_layers > 0)) if on]
+    extra += parts.staged.traits.means
     return Meter(
         parts.device,
         rates(parts.config, parts.device),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,7 +17,10 @@ from paceline.observe.phases import Phases
 from paceline.parallel.context import context_part
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Forwarded, Pipeline
-from paceline.tasks.task import LossTerms, Task
+from paceline.tasks.documents import REFERENCE, SumParts, log_prob_sums, with_lengths
+from paceline.tasks.task import LossTerms, Task, Traits, traits_of
+from paceline.training.noise import EmbeddingNoise
+from paceline.training.reference import Reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class StagedTask:
 
     Args:
         stages: this rank's parts of the model.
+        sum_parts: over the ranks that hold parts of the same sequences.
+        reference: the model that the task compares with, where it needs one that is here.
         dtype: of the model's main weights, float32 but for references.
     """
 
@@ -47,13 +52,19 @@ class StagedTask:
         stages: Sequence[Transformer],
         pipeline: Pipeline,
         mesh: ParallelMesh,
+        sum_parts: SumParts,
+        reference: Reference | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.task = task
+        self.traits: Traits = traits_of(task)
         self.stages = tuple(stages)
         self.mesh = mesh
         self._config = config
         self._pipeline = pipeline
+        self._sum_parts = sum_parts
+        self._reference = reference
+        self._noise = EmbeddingNoise.of(config, mesh)
         self._hidden_dtype = model_dtype(config.train) if dtype == torch.float32 else dtype
 
     def announce_to(self, phases: Phases) -> None:
@@ -65,27 +76,67 @@ class StagedTask:
         """Whether the last stage is on this rank."""
         return any(stage.is_last for stage in self.stages)
 
-    def prepare(self, batch: Batch) -> Batch:
-        """This rank's part of each sequence, with what the task adds."""
-        return context_part(self.task.prepare(batch), self.mesh["cp"], self._config.parallel.cp_method)
+    def prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """This rank's part of each sequence, with what the task adds. Runs the reference model, where there is one:
+        collective, as `evaluate`."""
+        prepared = [self._own_part(batch) for batch in batches]
+        if self._reference is None or not prepared or REFERENCE in prepared[0].fields:
+            return prepared
+        found = self.reference_log_probs(prepared)
+        return [replace(batch, fields={**batch.fields, **found[index]}) for index, batch in enumerate(prepared)]
+
+    def reference_log_probs(self, batches: Sequence[Batch]) -> dict[int, dict[str, Tensor]]:
+        """By micro-batch: the field `REFERENCE` [B, D] of prepared batches; empty on ranks without the last stage."""
+        assert self._reference is not None
+        found: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(batches))}
+        with self._reference.stages() as stages:
+
+            def forward(index: int, micro_batch: int, hidden: Tensor | None) -> Forwarded:
+                batch, stage = batches[micro_batch], stages[index]
+                labels = batch.labels if stage.is_last else None
+                output = stage(
+                    batch.tokens,
+                    labels,
+                    positions=batch.positions,
+                    documents=batch.documents,
+                    hidden=hidden,
+                    log_probs=stage.is_last,
+                )
+                if stage.is_last:
+                    found[micro_batch][REFERENCE] = log_prob_sums(output, batch, self._sum_parts)
+                return Forwarded(hidden=output.hidden, loss=None)
+
+            self._pipeline.evaluate(len(batches), self._hidden_shape(batches[0]), self._hidden_dtype, forward)
+        return found
+
+    def _own_part(self, batch: Batch) -> Batch:
+        whole = self.task.prepare(batch)
+        if self._noise is not None:
+            whole = with_lengths(whole)
+        return context_part(whole, self.mesh["cp"], self._config.parallel.cp_method)
 
     def train(
         self,
         batches: Sequence[Batch],
         *,
+        step: int = 0,
         before: Callable[[int, int], None],
         loss: Callable[[StageTerms], Tensor | None],
     ) -> None:
         """Forward and backward of prepared micro-batches of one shape.
 
         Args:
+            step: its number, which decides noise.
             before: called with (stage on this rank, micro-batch) before each forward.
             loss: what is to be back-propagated from a stage, if anything.
         """
 
         def forward(stage: int, micro_batch: int, hidden: Tensor | None) -> Forwarded:
             before(stage, micro_batch)
-            found, after = self._forward(stage, batches[micro_batch], hidden)
+            noise = None
+            if self._noise is not None and self.stages[stage].is_first:
+                noise = self._noise.draw(step, micro_batch, batches[micro_batch]).to(self._hidden_dtype)
+            found, after = self._forward(stage, batches[micro_batch], hidden, noise)
             return Forwarded(hidden=after, loss=loss(found))
 
         self._pipeline.train(len(batches), self._hidden_shape(batches[0]), self._hidden_dtype, forward)
@@ -101,12 +152,17 @@ class StagedTask:
 
         self._pipeline.evaluate(len(batches), self._hidden_shape(batches[0]), self._hidden_dtype, forward)
 
-    def _forward(self, index: int, batch: Batch, hidden: Tensor | None) -> tuple[StageTerms, Tensor | None]:
+    def _forward(
+        self, index: int, batch: Batch, hidden: Tensor | None, noise: Tensor | None = None
+    ) -> tuple[StageTerms, Tensor | None]:
         stage = self.stages[index]
+        more: dict[str, Tensor] = {} if hidden is None else {"hidden": hidden}
+        if noise is not None:
+            more["noise"] = noise
         if stage.is_last:
-            terms = self.task.loss(stage if hidden is None else partial(stage, hidden=hidden), batch)
+            terms = self.task.loss(partial(stage, **more) if more else stage, batch)
             return StageTerms(stage=index, terms=terms, is_last=True), None
-        output = stage(batch.tokens, positions=batch.positions, documents=batch.documents, hidden=hidden)
+        output = stage(batch.tokens, positions=batch.positions, documents=batch.documents, **more)
         nothing = torch.zeros((), device=batch.tokens.device)
         terms = LossTerms(nothing, nothing.long(), output.aux_loss, output.stats)
         return StageTerms(stage=index, terms=terms, is_last=False), output.hidden

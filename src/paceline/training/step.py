@@ -7,8 +7,8 @@ was cut: into micro-batches, over ranks, along the sequence, or by masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class StepOutcome:
     """
 
     loss_sum: Tensor
-    """fp32 scalar: sum of losses; with multi-token prediction the next token's alone"""
+    """Scalar, at least fp32: sum of losses; with multi-token prediction the next token's alone, and where a loss has
+    several terms their sum in units of the first"""
     mtp_loss_sum: Tensor | None
     """fp32 scalar: the same for multi-token prediction, its coefficient not included; None if there is none here"""
     count: Tensor
@@ -58,6 +59,8 @@ class StepOutcome:
     """int64 [L] for each stage of this rank: dropped assignments, the same"""
     router_entropy: tuple[Tensor | None, ...]
     """int64 [L] for each stage of this rank: `Routing.entropy`, the same"""
+    means: Mapping[str, Tensor]
+    """By name of the task's `means`: [2], a sum and its number; nothing where the loss is not"""
 
 
 class TrainStep:
@@ -109,6 +112,7 @@ class TrainStep:
         """Runs step number ``step`` (from 1) on this rank's micro-batches of whole sequences."""
         self.phases.mark("sync")
         batches, local_count, count = self._prepare(batches)
+        first_count = _first(local_count)
         totals = self._forward_backward(step, batches, count)
         self.phases.mark("reduce")
         self.engine.reduce_gradients()
@@ -126,8 +130,8 @@ class TrainStep:
         return StepOutcome(
             loss_sum=totals.main_loss_sum(local_count.device),
             mtp_loss_sum=totals.stat("loss_sum_mtp"),
-            count=count,
-            local_count=local_count if self.staged.has_loss else torch.zeros_like(local_count),
+            count=_first(count),
+            local_count=first_count if self.staged.has_loss else torch.zeros_like(first_count),
             aux_loss_sum=totals.aux_loss,
             sequences=self._counted_sequences,
             grad_norm=gradients.norm,
@@ -136,6 +140,7 @@ class TrainStep:
             expert_load=load,
             experts_dropped=dropped,
             router_entropy=entropy,
+            means=totals.means(self.staged.traits.means),
         )
 
     @property
@@ -157,10 +162,10 @@ class TrainStep:
 
     def _prepare(self, batches: Sequence[Batch]) -> tuple[list[Batch], Tensor, Tensor]:
         """This rank's part of each sequence; units on this rank, and over all ranks."""
-        prepared = [self.staged.prepare(batch) for batch in batches]
-        local_count = torch.stack([self.staged.task.count(batch) for batch in prepared]).sum()
+        prepared = self.staged.prepare(batches)
+        local_count = torch.stack([self.staged.task.count(batch) for batch in prepared]).sum(dim=0)
         count = local_count.clone()
-        all_reduce(count, self.mesh["dp_cp"], "dp/step/count")
+        all_reduce(count, self.mesh["dp" if self.staged.traits.whole else "dp_cp"], "dp/step/count")
         return prepared, local_count, count
 
     def _forward_backward(self, step: int, batches: Sequence[Batch], count: Tensor) -> Totals:
@@ -168,15 +173,21 @@ class TrainStep:
         divisor = count.clamp(min=1)  # a step whose every label is masked has loss 0, not nan
 
         def loss(found: StageTerms) -> Tensor | None:
-            totals.add(found)
             terms = found.terms
-            whole = terms.loss_sum / divisor if found.is_last else None
+            means = terms.loss_sum / divisor
+            whole = means.sum() if found.is_last else None
+            if means.dim() and whole is not None:
+                # several terms with units of their own: one number for the metrics, in units of the first
+                found = replace(found, terms=terms._replace(loss_sum=whole * divisor[0]))
+            totals.add(found)
             if terms.aux_loss is None:
                 return whole
             aux_loss = terms.aux_loss / self.config.train.global_batch_size
             return aux_loss if whole is None else whole + aux_loss
 
-        self.staged.train(batches, before=lambda stage, micro_batch: self._seed(step, micro_batch, stage), loss=loss)
+        self.staged.train(
+            batches, step=step, before=lambda stage, micro_batch: self._seed(step, micro_batch, stage), loss=loss
+        )
         return totals
 
     def _seed(self, step: int, micro_batch: int, stage: int) -> None:
@@ -214,3 +225,8 @@ class TrainStep:
             drops.append(dropped)
             entropies.append(entropy)
         return tuple(loads), tuple(drops), tuple(entropies)
+
+
+def _first(count: Tensor) -> Tensor:
+    """Of a loss with several terms, what the first is averaged over."""
+    return count[0] if count.dim() else count

@@ -77,6 +77,14 @@ class Summary:
         found = self.evaluation
         if not found:
             return []
+        if "perplexity" not in found:
+            of = ", ".join(f"{found[name]:,.0f} {name}" for name in ("pairs", "examples") if name in found)
+            more = "".join(
+                f", {name.replace('_', ' ')} {found[name]:.3f}"
+                for name in ("reward_accuracy", "reward_margin", "kl")
+                if name in found
+            )
+            return [("held-out loss", f"{found['loss']:.4f} over {of}{more}")]
         rows = [("held-out loss", f"{found['loss']:.3f} nats a token, perplexity {found['perplexity']:.1f}")]
         if "bits_per_byte" in found:
             ours, base = found["bits_per_byte"], found["unigram_bits_per_byte"]

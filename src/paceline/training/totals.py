@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from paceline.tasks.task import MEAN
 from paceline.training.staged import StageTerms
 
 
@@ -37,6 +40,11 @@ class Totals:
         # with multi-token prediction the loss of the task holds more than the next token's
         main = None if self.stat("loss_sum_mtp") is None else self.stat("loss_sum_main")
         return torch.stack(self.losses).sum() if main is None else main
+
+    def means(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """By name: [2], a sum and its number; those that a stage here has."""
+        found = ((name, self.stat(MEAN + name)) for name in names)
+        return {name: value for name, value in found if value is not None}
 
     def stat(self, name: str, stage: int | None = None) -> Tensor | None:
         """A statistic of one stage, or of whichever has it."""

@@ -185,6 +185,7 @@ class Trainer:
             means["aux_loss"] = (aux_loss, outcome.sequences)
         if outcome.mtp_loss_sum is not None:
             means["mtp_loss"] = (outcome.mtp_loss_sum, outcome.local_count)
+        means |= {name: (value[0], value[1]) for name, value in outcome.means.items()}
         self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
         self.meter.end_step(outcome.grad_norm, ~outcome.finite)
         if self.experts is not None:

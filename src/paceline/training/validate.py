@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 import torch
@@ -16,7 +16,7 @@ from paceline.data.build import Split
 from paceline.data.loader import Loader
 from paceline.parallel.collectives import all_reduce
 from paceline.runtime.process import any_rank
-from paceline.tasks.task import LossTerms
+from paceline.tasks.task import MEAN, LossTerms
 from paceline.training.staged import StagedTask
 
 
@@ -25,12 +25,17 @@ class Evaluation:
     """The result on a held-out set, in nats a token unless said otherwise."""
 
     loss: float
+    """The task's; of a loss with several terms, the sum of their means."""
     tokens: int
     """Labels that were scored."""
     unigram_loss: float
     """Entropy of the scored tokens' own frequencies: no model that ignores the context can be below it on them."""
     bytes_per_token: float | None
     """UTF-8 bytes of text a token stands for, on average over the dataset; None where it is not recorded."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Of a task whose loss is not of tokens: what it is the mean over, by name."""
+    means: Mapping[str, float] = field(default_factory=dict)
+    """Further means of the task, by name."""
 
     @property
     def perplexity(self) -> float:
@@ -49,6 +54,8 @@ class Evaluation:
 
     def values(self) -> dict[str, float]:
         """For the metrics: names and numbers."""
+        if self.counts:
+            return {"loss": self.loss, **{name: float(count) for name, count in self.counts.items()}, **self.means}
         found = {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -99,15 +106,26 @@ class Evaluator:
         finally:
             for stage in stages:
                 stage.train(training)
-        if scored is None:
-            return None
-        sums, histogram = scored
-        loss_sum, count = sums.tolist()
-        if not count:
+        return None if scored is None else self._result(*scored)
+
+    def _result(self, sums: Tensor, histogram: Tensor) -> Evaluation:
+        """``sums`` are those of `_forward`, over all ranks."""
+        traits = self.staged.traits
+        terms = len(traits.units)
+        pairs: list[list[float]] = sums.tolist()
+        ratios = [total / number if number else math.nan for total, number in pairs]
+        counts = {name: int(number) for name, (_, number) in zip(traits.units, pairs, strict=False)}
+        loss = math.fsum(ratios[:terms])
+        if traits.units != ("tokens",):
+            means = {name: ratio for name, ratio in zip(traits.means, ratios[terms:], strict=True) if ratio == ratio}
+            return Evaluation(
+                loss=loss, tokens=0, unigram_loss=math.nan, bytes_per_token=None, counts=counts, means=means
+            )
+        if not counts["tokens"]:
             return Evaluation(loss=math.nan, tokens=0, unigram_loss=math.nan, bytes_per_token=None)
         return Evaluation(
-            loss=loss_sum / count,
-            tokens=int(count),
+            loss=loss,
+            tokens=counts["tokens"],
             unigram_loss=_entropy(histogram),
             bytes_per_token=self.split.bytes_per_token,
         )
@@ -115,10 +133,12 @@ class Evaluator:
     def _score(
         self, global_batches: int | None, should_stop: Callable[[], bool] | None
     ) -> tuple[Tensor, Tensor] | None:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = self._no_sums()
         histogram = torch.zeros(self.config.model.vocab_size, dtype=torch.int64, device=self.device)
-        # ranks of one tensor-parallel group have the same loss: one of them counts
-        counts = self.mesh["tp"].index == 0 and self.staged.has_loss
+        # of the ranks that have the same loss one counts: those of a tensor-parallel group, and where the loss is of
+        # whole rows those of a context-parallel one
+        first = self.mesh["tp"].index == 0 and (self.mesh["cp"].index == 0 or not self.staged.traits.whole)
+        counts = first and self.staged.has_loss
         with self._loader() as loader:
             batches = iter(loader)
             for _ in count() if global_batches is None else range(global_batches):
@@ -128,7 +148,7 @@ class Evaluator:
                     break
                 if should_stop is not None and any_rank(should_stop()):
                     return None
-                group = [self.staged.prepare(batch.to(self.device)) for batch in group]
+                group = self.staged.prepare([batch.to(self.device) for batch in group])
                 scored = self._forward(group)
                 if counts:
                     sums += scored
@@ -139,16 +159,24 @@ class Evaluator:
         return sums, histogram
 
     def _forward(self, batches: Sequence[Batch]) -> Tensor:
-        """float64 [2]: sum of losses and number of labels, where the last stage is here."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        """float64 [K + M, 2], where the last stage is here: the sum and the number of each of the K terms of the loss,
+        and of each of the task's M means."""
+        sums = self._no_sums()
 
         def add(terms: LossTerms) -> None:
             # deliberately not loss_sum: with multi-token prediction it holds more than the next token's loss
             main = terms.stats.get("loss_sum_main", terms.loss_sum)
-            sums.add_(torch.stack((main.double(), terms.units.double())))
+            found = [torch.stack((main.double(), terms.units.double()), dim=-1).reshape(-1, 2)]
+            found += [terms.stats[MEAN + name].double()[None] for name in self.staged.traits.means]
+            sums.add_(torch.cat(found))
 
         self.staged.evaluate(batches, add)
         return sums
+
+    def _no_sums(self) -> Tensor:
+        traits = self.staged.traits
+        rows = len(traits.units) + len(traits.means)
+        return torch.zeros(rows, 2, dtype=torch.float64, device=self.device)
 
     def _loader(self) -> Loader:
         train = self.config.train
