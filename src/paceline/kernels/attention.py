@@ -152,19 +152,26 @@ def reference_attention(
     softcap: float = 0.0,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Written out: scores and softmax in at least fp32, [B, H, T, S] in memory. Keys and values are not repeated."""
+    """Written out: scores [B, H, T, S] in memory, softmax in at least fp32. Keys and values are not repeated.
+
+    Scores are in the dtype of q, scaled before they are rounded to it; only a softcap makes them fp32.
+    """
     B, T, H, D = q_BTHD.shape
-    S, G = k_BSGD.shape[1:3]
-    q_BGRTD = q_BTHD.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4)
-    scores_BGRTS = at_least_fp32(torch.matmul(q_BGRTD, k_BSGD.permute(0, 2, 3, 1)[:, :, None])) * scale
+    S, G, E = *k_BSGD.shape[1:3], v_BSGE.shape[3]
+    # one product for the query heads of a key head: M heads of keys in all, N rows of queries for each
+    q_MND = q_BTHD.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B * G, -1, D)
+    k_MDS = k_BSGD.permute(0, 2, 3, 1).reshape(B * G, D, S)
+    v_MSE = v_BSGE.transpose(1, 2).reshape(B * G, S, E)
+    scores_MNS = torch.baddbmm(q_MND.new_zeros(()), q_MND, k_MDS, beta=0, alpha=scale)
     if softcap:
-        scores_BGRTS = softcap * torch.tanh(scores_BGRTS / softcap)
+        scores_MNS = softcap * torch.tanh(at_least_fp32(scores_MNS) / softcap)
     allowed_B1TS = mask.allowed(T, S, q_BTHD.device)
     if allowed_B1TS is not None:
-        scores_BGRTS = scores_BGRTS.masked_fill(~allowed_B1TS[:, :, None], float("-inf"))
-    probs_BGRTS = F.dropout(scores_BGRTS.softmax(-1), dropout).to(v_BSGE.dtype)
-    o_BGRTE = torch.matmul(probs_BGRTS, v_BSGE.transpose(1, 2)[:, :, None])
-    return o_BGRTE.permute(0, 3, 1, 2, 4).reshape(B, T, H, -1)
+        scores_BGRTS = scores_MNS.view(B, G, -1, T, S)
+        scores_MNS = scores_BGRTS.masked_fill(~allowed_B1TS[:, :, None], float("-inf")).view(B * G, -1, S)
+    probs_MNS = scores_MNS.softmax(-1, dtype=torch.promote_types(scores_MNS.dtype, torch.float32))
+    o_MNE = torch.bmm(F.dropout(probs_MNS, dropout).to(v_BSGE.dtype), v_MSE)
+    return o_MNE.view(B, G, -1, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
 
 def sdpa_attention(
