@@ -105,8 +105,18 @@ def generate_text(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], params: DecodeParams
 ) -> list[Completion]:
     """Completes each prompt; an empty one begins a document. Errors as in ``generate_ids``."""
-    ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    grown: list[list[int]] = [[] for _ in prompts]
+    return complete(model, tokenizer, prompts, [encode_prompt(tokenizer, prompt) for prompt in prompts], params)
+
+
+def complete(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    params: DecodeParams,
+) -> list[Completion]:
+    """Completes prompts that are given as ids; ``prompts`` are what they are called."""
+    grown: list[list[int]] = [[] for _ in ids]
     ended: set[int] = set()
     for batch in equal_length_batches(ids) if _has_capacity(model) else [list(range(len(ids)))]:
         for tokens in generate_ids(model, [ids[index] for index in batch], params, numbers=batch):
