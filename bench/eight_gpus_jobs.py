@@ -333,7 +333,9 @@ def tiny(job: Job) -> Job:
     stages = load_recipe(str(ROOT / job.recipe), list(job.sets)).config.parallel.stages
     length = 128  # of ranks that share a sequence each has two pieces of it
     sets = (*job.sets, *_TINY, f"model.num_layers={max(2, stages)}", f"train.seq_len={length}")
-    sets = (*sets, f"model.max_seq_len={length}")
+    # as few sequences as fill every rank and every stage twice
+    sets = (*sets, f"model.max_seq_len={length}", "train.micro_batch_size=1")
+    sets = (*sets, f"train.global_batch_size={2 * job.processes}")
     if job.recipe == _QWEN3:
         sets = (*sets, *_TINY_EXPERTS)
     if _TRITON in sets:
