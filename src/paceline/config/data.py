@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from paceline.config.base import Section
 
@@ -13,25 +14,53 @@ class DataSource(Section):
     """One dataset of a blend."""
 
     path: str
-    """Prefix of the `.bin` and `.idx` files."""
+    """Prefix of the `.bin` and `.idx` files; for conversations and the like a file or folder of rows."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
 
 
-class DataConfig(Section):
-    """What the model reads. `paceline data build` makes such datasets; Megatron-LM's own are read as they are."""
+def _paths_are_sources(value: Any) -> Any:
+    return [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
 
-    train: str | tuple[DataSource, ...] = "synthetic"
-    """Prefix of a dataset (`corpus` for corpus.bin and corpus.idx), a list of `{path, weight}`, or `synthetic`."""
-    valid: str | tuple[DataSource, ...] = ""
+
+Sources = Annotated[str | tuple[DataSource, ...], BeforeValidator(_paths_are_sources)]
+"""One path, or a list of paths and `{path, weight}`."""
+
+ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".gz", ".zst")
+"""Files that hold rows, not a dataset's tokens."""
+
+
+class DataConfig(Section):
+    """What the model reads. `paceline data build` makes datasets of text; Megatron-LM's own are read as they are.
+    Conversations, preference pairs and other rows are read from their files (docs/data.md, post-training)."""
+
+    train: Sources = "synthetic"
+    """Prefix of a dataset (`corpus` for corpus.bin and corpus.idx), a file or folder of rows, an entry of
+    LLaMA-Factory's description (`dataset_info.json#NAME`), a list of paths or `{path, weight}`, or `synthetic`."""
+    valid: Sources = ""
     """Held-out data for evaluation while training; empty = none, unless `split` cuts it from `train` or that is
     synthetic: then other made-up tokens."""
-    test: str | tuple[DataSource, ...] = ""
+    test: Sources = ""
     """Held-out data evaluated once, at the end."""
     split: str = ""
     """`"98,1,1"` cuts train, valid and test from `train` by document; empty = all of `train` is for training."""
     tokenizer: str = ""
-    """A tokenizer.json, a SentencePiece .model, or `byte`; empty = the one recorded beside the dataset."""
+    """A tokenizer.json, a SentencePiece .model, or `byte`; empty = the one recorded beside the dataset, for rows the
+    one in the folder `model.init_from`."""
+    template: str = ""
+    """How conversations become text: a name (chatml, llama3, mistral, gemma, zephyr, alpaca, vicuna, qwen) or the path
+    of a Jinja file; empty = the tokenizer's own chat template."""
+    mask: Literal["assistant", "last", "all"] = "assistant"
+    """What of a conversation is learned: all answers of the assistant, the last one, or every token."""
+    packing: Literal["pack", "none", "buckets"] = "pack"
+    """`pack` fills rows of `train.seq_len` with whole examples that do not see each other, `none` gives each a row,
+    `buckets` too, in rows only as long as a global batch needs."""
+    too_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    """What is done with examples longer than a row; those cut or left out are counted."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What is done where rows cannot be used: `refuse` lists them and stops, `skip` counts them."""
+    epochs: float = Field(0.0, ge=0)
+    """Refuse to read the rows more often than this, naming the `train.steps` that fits; 0 = as often as steps need."""
     order: Literal["megatron", "epoch"] = "megatron"
     """`megatron` is bit-compatible with Megatron-LM; `epoch` does not depend on the length of the run."""
     reset_at_document_ends: bool = False
@@ -48,3 +77,21 @@ class DataConfig(Section):
     @property
     def is_synthetic(self) -> bool:
         return self.train == "synthetic"
+
+    def reads_rows(self, task: str) -> bool:
+        """Whether training data are rows of files (conversations and their like), not a dataset's tokens: always so
+        after pre-training, before it where a file of rows is named."""
+        if self.is_synthetic:
+            return False
+        return task in ROW_TASKS or any(_names_rows(path) for path in self._paths())
+
+    def _paths(self) -> Iterable[str]:
+        return (self.train,) if isinstance(self.train, str) else [source.path for source in self.train]
+
+
+ROW_TASKS = ("sft", "dpo", "orpo", "reward", "kto")
+"""Tasks that learn from rows."""
+
+
+def _names_rows(path: str) -> bool:
+    return "#" in path or path.endswith(ROW_SUFFIXES)

@@ -49,11 +49,14 @@ class SourceReport:
     """samples that the split draws from it"""
     epochs: float
     """how often its tokens are read for that many samples"""
+    note: str = ""
+    """what else is to be known"""
 
     def __str__(self) -> str:
         return (
             f"{self.split}: {self.path}: {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{self.samples:,} samples = {self.epochs:.3g} epochs (weight {self.weight:.4g})"
+            + (f"; {self.note}" if self.note else "")
         )
 
 

@@ -42,14 +42,14 @@ def cached_arrays(
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder / f".{stem}.lock"):
+        with file_lock(folder / f".{stem}.lock"):
             found = _load(paths)  # another rank may have built it while this one waited
             if found is not None:
                 return found
             arrays = build()
             (folder / f"{stem}.json").write_text(json.dumps({"key": key, "shapes": _shapes(arrays)}, indent=1) + "\n")
             for name, path in paths.items():
-                _store(path, arrays[name])
+                store_array(path, arrays[name])
     except OSError as error:
         # a read-only data folder is common and harmless: this rank keeps its own copy in memory
         log.warning(
@@ -76,7 +76,8 @@ def _load(paths: dict[str, Path]) -> Arrays | None:
     return arrays
 
 
-def _store(path: Path, array: NDArray) -> None:
+def store_array(path: Path, array: NDArray) -> None:
+    """Writes an ``.npy`` file under another name and renames it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -89,7 +90,7 @@ def _store(path: Path, array: NDArray) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Holds an exclusive lock; goes on without one where the file system has none."""
     with path.open("w") as file:
         try:

@@ -178,6 +178,7 @@ def collate(samples: list[Sample]) -> Batch:
         labels=stack([sample.labels for sample in samples]),
         positions=_stack_optional([sample.positions for sample in samples]),
         documents=_stack_optional([sample.documents for sample in samples]),
+        fields={name: stack([sample.fields[name] for sample in samples]) for name in samples[0].fields},
     )
 
 

@@ -6,6 +6,8 @@ seed and the recipe alone; `loader` only deals samples out to ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +30,8 @@ class Sample(NamedTuple):
     """[T], when they start again at document ends"""
     documents: NDArray[np.int32] | None = None
     """[T], number of the document within the row"""
+    fields: Mapping[str, NDArray] = MappingProxyType({})
+    """[D] arrays: what a task's data say of each document (`Batch.fields`)"""
 
 
 class SampleSource(Protocol):

@@ -12,6 +12,7 @@ from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.data.build import Datasets, Split, build_datasets
+from paceline.data.example_sets import RowRequest, build_row_datasets
 from paceline.data.loader import Loader
 from paceline.data.sources import SampleSource
 from paceline.errors import ConfigError
@@ -35,6 +36,8 @@ def open_datasets(config: RunConfig, registry: Registry, *, train_samples: int) 
         DataError, ConfigError: a dataset is missing, damaged, too short or has other tokens than the model.
     """
     plugin = _plugin_source(config.data.train, registry)
+    if plugin is None and config.data.reads_rows(config.task.kind):
+        return build_row_datasets(config.data, row_request(config), train_samples=train_samples)
     data = config.data.model_copy(update={"train": "synthetic"}) if plugin else config.data
     made_up = config.data.is_synthetic and config.data.valid in ("", "synthetic")
     built = build_datasets(
@@ -58,6 +61,19 @@ def open_datasets(config: RunConfig, registry: Registry, *, train_samples: int) 
     source: SampleSource = registry.data_sources[scheme](rest, context)
     split = Split(source=source, identity=f"{scheme}:{rest}", reports=(), bytes_per_token=None)
     return replace(built, train=split)
+
+
+def row_request(config: RunConfig) -> RowRequest:
+    """What a run says of its rows (conversations, pairs) beside the section `[data]`."""
+    return RowRequest(
+        task=config.task.kind,
+        seq_len=config.train.seq_len,
+        seed=config.run.seed,
+        init_from=config.model.init_from,
+        vocab_size=config.model.vocab_size,
+        global_batch_size=config.train.global_batch_size,
+        multiple=2 * config.parallel.cp * config.parallel.tp,
+    )
 
 
 def _plugin_source(train: str | tuple[DataSource, ...], registry: Registry) -> tuple[str, str] | None:

@@ -1,0 +1,141 @@
+"""Which characters of a rendered conversation are the assistant's own?
+
+Where the template marks them with ``{% generation %}``, it decides. Elsewhere answer i is what a longer rendering adds
+to a shorter one:
+
+    prompt   messages[:i], with the generation prompt        must be how the whole text begins
+    turn     messages[:i + 1]                                 must be how it goes on
+    answer   whole[len(prompt) : len(turn)]
+
+A template may render an answer in another way once more turns follow (Qwen3 leaves out earlier thoughts). Then the
+answer is found by its own text, between the prompt and the end marker that its own rendering ends with. Where that
+fails too, the conversation is refused: a mask that is a guess would train on the wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from paceline.data.chat_template import ChatTemplate
+from paceline.data.records import BadRowError, Message, Messages
+
+UNSTABLE = "answers cannot be told from the text"
+
+
+class MaskedText(NamedTuple):
+    text: str
+    answers: list[tuple[int, int]]
+    """characters [start, end) of each wanted answer, its end marker included, in order"""
+
+
+def masked_text(
+    template: ChatTemplate,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]],
+    wanted: Sequence[int],
+    special: Collection[str],
+) -> MaskedText:
+    """The text of a conversation, and where the answers ``messages[i]`` for i in ``wanted`` are in it.
+
+    White space after an end marker is not the assistant's: it stops at the marker.
+
+    Args:
+        special: texts of control tokens, among them end markers.
+    Raises:
+        BadRowError: the template refuses the conversation, or answers cannot be told.
+    """
+    whole, generated = template.render(messages, tools)
+    if template.marks_answers:
+        said = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if len(said) != len(generated):
+            raise BadRowError(
+                UNSTABLE, f"{template.name} marks {len(generated)} generations for {len(said)} assistant turns"
+            )
+        ranges = [generated[said.index(i)] for i in wanted]
+    else:
+        ranges = [_answer(template, messages, tools, i, whole, special) for i in wanted]
+    answers = [_to_marker(whole, start, end, special) for start, end in ranges]
+    for i, (start, end) in zip(wanted, answers, strict=True):
+        if start >= end:
+            raise BadRowError(UNSTABLE, f"{template.name} renders turn {i + 1} as nothing")
+    return MaskedText(whole, answers)
+
+
+def _answer(
+    template: ChatTemplate,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]],
+    i: int,
+    whole: str,
+    special: Collection[str],
+) -> tuple[int, int]:
+    start = _start(template, messages[:i], tools, whole, special)
+    if start is None:
+        raise BadRowError(
+            UNSTABLE, f"{template.name} renders the turns before turn {i + 1} differently once it follows"
+        )
+    alone = whole if i == len(messages) - 1 else template.render(messages[: i + 1], tools).text
+    if whole.startswith(alone) and len(alone) > start:
+        return start, len(alone)
+    end = _end_by_text(messages[i], alone, whole, start, special)
+    if end is None:
+        raise BadRowError(UNSTABLE, f"{template.name} renders turn {i + 1} differently once more turns follow")
+    return start, end
+
+
+def _start(
+    template: ChatTemplate,
+    before: Messages,
+    tools: Sequence[Mapping[str, Any]],
+    whole: str,
+    special: Collection[str],
+) -> int | None:
+    """Where the answer after ``before`` begins; None where the turns before it are rendered in another way."""
+    prompt = template.render(before, tools, prompt=True).text
+    if whole.startswith(prompt):
+        return len(prompt)
+    turns = template.render(before, tools).text
+    if not whole.startswith(turns):
+        return None
+    # the generation prompt goes on with words (an opened thought) that this answer does not have: its header is what
+    # both share, up to its last control token
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole))
+    )
+    return max((place for place in _marker_ends(whole, len(turns), shared, special)), default=None)
+
+
+def _marker_ends(text: str, start: int, end: int, special: Collection[str]) -> list[int]:
+    """Ends of the control tokens that lie in text[start:end]."""
+    found = []
+    for marker in special:
+        place = text.find(marker, start, end)
+        while place >= 0:
+            found.append(place + len(marker))
+            place = text.find(marker, place + 1, end)
+    return found
+
+
+def _end_by_text(answer: Message, alone: str, whole: str, start: int, special: Collection[str]) -> int | None:
+    """The end of an answer that begins at ``start`` in ``whole`` with its own text; its marker is that of ``alone``."""
+    if answer.tool_calls:
+        return None
+    content = answer.content
+    for said in (content, content.strip(), content.rpartition("</think>")[2].lstrip("\n")):
+        place = alone.rfind(said)
+        if not said or place < 0 or not whole.startswith(said, start):
+            continue
+        after = _to_marker(alone, place, len(alone), special)[1]
+        marker = alone[place + len(said) : after]
+        if marker and whole.startswith(marker, start + len(said)):
+            return start + len(said) + len(marker)
+    return None
+
+
+def _to_marker(text: str, start: int, end: int, special: Collection[str]) -> tuple[int, int]:
+    """The range without white space that follows a control token at its end."""
+    stripped = start + len(text[start:end].rstrip())
+    if any(text.endswith(marker, start, stripped) for marker in special if marker):
+        return start, stripped
+    return start, end

@@ -1,0 +1,356 @@
+"""Encodes the rows of files once, and keeps the tokens for every later start.
+
+The key is a hash of all that decides the tokens: content of the files, tokenizer, template, mask, task. Rows are
+encoded in parts of `PART_ROWS`; a build that was interrupted goes on after its last whole part. The folder is complete
+when its `examples.json` is there, which is written last. Ranks take a lock: the first one builds, the others map its
+files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.bad_rows import BadRow, Tally
+from paceline.data.documents import Document, Encoder
+from paceline.data.index_cache import file_lock, store_array
+from paceline.data.pool import WorkerPool
+from paceline.data.record_formats import Layout, read_record
+from paceline.data.record_rows import RecordFile, Row, read_rows
+from paceline.data.records import BadRowError
+from paceline.errors import DataError, PacelineError
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when the same key would give other tokens."""
+PART_ROWS = 8192
+CHUNK_ROWS = 256
+IN_PROCESS_ROWS = 2048
+"""Fewer rows are encoded in this process: starting others takes longer."""
+_ARRAYS = ("tokens", "trained", "lengths", "desirable", "reference_logps", "margins", "lines", "files")
+_DONE = "examples.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """N encoded examples of ``width`` documents each, memory-mapped; U = N * width documents, L tokens in all."""
+
+    tokens: NDArray[np.int32]
+    """[L]"""
+    trained: NDArray[np.bool_]
+    """[L]"""
+    lengths: NDArray[np.int32]
+    """[U], tokens of each document"""
+    desirable: NDArray[np.int8]
+    """[N], 1 or 0, -1 where it means nothing"""
+    reference_logps: NDArray[np.float64]
+    """[N, 2], NaN where the data have none"""
+    margins: NDArray[np.float32]
+    """[N], by how much the chosen answer is said to be better; NaN where the data do not say"""
+    lines: NDArray[np.int64]
+    """[N], the line that each came from"""
+    files: NDArray[np.int32]
+    """[N], index into ``paths``"""
+    paths: tuple[str, ...]
+    tally: Tally
+    width: int
+    identity: str
+    """hash of all that decided the tokens"""
+    starts: NDArray[np.int64]
+    """[U + 1], where each document begins in ``tokens``"""
+
+    def __len__(self) -> int:
+        return len(self.lengths) // self.width
+
+    def document(self, number: int) -> Document:
+        start, end = int(self.starts[number]), int(self.starts[number + 1])
+        return Document(self.tokens[start:end], self.trained[start:end])
+
+    def place(self, example: int) -> tuple[str, int]:
+        """(file, line) of an example."""
+        return self.paths[self.files[example]], int(self.lines[example])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSet:
+    """Files of one layout."""
+
+    files: tuple[RecordFile, ...]
+    layout: Layout | None = None
+
+
+def encode_files(
+    sets: Sequence[FileSet], encoder: Encoder, *, folder: Path, workers: int, digests: Sequence[str] = ()
+) -> Examples:
+    """The examples of all rows, from the cache where they are there. Bad rows are in the tally, not an error.
+
+    Args:
+        folder: of the cache; where it cannot be written, the tokens are kept in a temporary one and the log says so.
+    Raises:
+        DataError: a file cannot be read on, the template has no place for something in the data.
+    """
+    key = _key(sets, encoder, digests)
+    identity = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    paths = tuple(file.path for group in sets for file in group.files)
+    target = folder / f"{identity}-examples"
+    if (target / _DONE).is_file() and (found := _open(target, identity, paths)) is not None:
+        return found
+    with _writable(folder, identity) as place:
+        target = place / f"{identity}-examples"
+        found = _open(target, identity, paths) if (target / _DONE).is_file() else None
+        if found is None:
+            _build(target, key, sets, encoder, workers)
+            found = _open(target, identity, paths)
+        assert found is not None
+        return found
+
+
+def _key(sets: Sequence[FileSet], encoder: Encoder, digests: Sequence[str]) -> dict[str, Any]:
+    hashes = iter(digests or [file.sha256() for group in sets for file in group.files])
+    return {
+        "format": FORMAT,
+        "files": [[[next(hashes) for _ in group.files], repr(group.layout)] for group in sets],
+        "tokenizer": encoder.tokenizer.fingerprint,
+        "eod": encoder.tokenizer.eod_id,
+        "template": "" if isinstance(encoder.template, DataError) else encoder.template.fingerprint,
+        "mask": encoder.mask,
+        "task": encoder.task,
+    }
+
+
+@contextmanager
+def _writable(folder: Path, name: str) -> Iterator[Path]:
+    """The cache's folder with its lock held, or a temporary one; files that are mapped outlive its removal."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = file_lock(folder / f".{name}.lock")
+        lock.__enter__()
+    except OSError as error:
+        log.warning("tokens cannot be cached in %s (%s); set data.cache_dir to a writable folder", folder, error)
+        with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
+            yield Path(temporary)
+        return
+    try:
+        yield folder
+    finally:
+        lock.__exit__(None, None, None)
+
+
+# ---- build
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Some rows of one set of files; ``file`` counts over all sets."""
+
+    rows: list[tuple[int, Row]]
+    layout: Layout | None
+
+
+@dataclass(kw_only=True)
+class _Encoded:
+    """What became of some rows."""
+
+    tally: Tally
+    documents: list[Document]
+    desirable: list[int]
+    reference_logps: list[tuple[float, float]]
+    margins: list[float]
+    lines: list[int]
+    files: list[int]
+
+    @classmethod
+    def empty(cls) -> _Encoded:
+        return cls(tally=Tally(), documents=[], desirable=[], reference_logps=[], margins=[], lines=[], files=[])
+
+    def extend(self, other: _Encoded) -> None:
+        self.tally.merge(other.tally)
+        for name in ("documents", "desirable", "reference_logps", "margins", "lines", "files"):
+            getattr(self, name).extend(getattr(other, name))
+
+    def arrays(self) -> dict[str, NDArray]:
+        none = np.zeros(0, dtype=np.int32)
+        return {
+            "tokens": np.concatenate([none, *(document.ids for document in self.documents)]),
+            "trained": np.concatenate([none.astype(bool), *(document.trained for document in self.documents)]),
+            "lengths": np.array([len(document.ids) for document in self.documents], dtype=np.int32),
+            "desirable": np.array(self.desirable, dtype=np.int8),
+            "reference_logps": np.array(self.reference_logps, dtype=np.float64).reshape(-1, 2),
+            "margins": np.array(self.margins, dtype=np.float32),
+            "lines": np.array(self.lines, dtype=np.int64),
+            "files": np.array(self.files, dtype=np.int32),
+        }
+
+
+class EncodeRows:
+    """The work of one process: rows to documents."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+
+    def __call__(self, chunk: _Chunk) -> _Encoded:
+        made = _Encoded.empty()
+        for file, row in chunk.rows:
+            made.tally.rows += 1
+            try:
+                if isinstance(row.value, BadRowError):
+                    raise row.value
+                example = self.encoder.encode(read_record(row.value, chunk.layout))
+            except BadRowError as error:
+                made.tally.add(BadRow(path=row.path, line=row.line, kind=error.kind, detail=error.detail))
+                continue
+            except RecursionError:
+                made.tally.add(BadRow(path=row.path, line=row.line, kind="malformed JSON", detail="nested too deeply"))
+                continue
+            made.documents += example.documents
+            made.desirable.append(example.desirable)
+            made.reference_logps.append(example.reference_logps or (np.nan, np.nan))
+            made.margins.append(np.nan if example.margin is None else example.margin)
+            made.lines.append(row.line)
+            made.files.append(file)
+        return made
+
+
+def _chunks(sets: Sequence[FileSet]) -> Iterator[_Chunk]:
+    number = 0
+    for group in sets:
+        numbers = range(number, number + len(group.files))
+        rows = ((i, row) for i, file in zip(numbers, group.files, strict=True) for row in read_rows(file))
+        while taken := list(islice(rows, CHUNK_ROWS)):
+            yield _Chunk(rows=taken, layout=group.layout)
+        number += len(group.files)
+
+
+def _build(target: Path, key: dict[str, Any], sets: Sequence[FileSet], encoder: Encoder, workers: int) -> None:
+    parts = target / "parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    per_part = PART_ROWS // CHUNK_ROWS
+    try:
+        done = _whole_parts(parts)
+        chunks = islice(_chunks(sets), done * per_part, None)
+        for number, part in enumerate(_parts(chunks, encoder, workers, per_part), start=done):
+            _write_part(parts, number, part)
+        _join(target, parts, key, sets, width=2 if encoder.task in ("dpo", "orpo", "reward") else 1)
+    except PacelineError:
+        # what was made so far may rest on data that must change: nothing half-written stays
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def _parts(chunks: Iterator[_Chunk], encoder: Encoder, workers: int, per_part: int) -> Iterator[_Encoded]:
+    first = list(islice(chunks, IN_PROCESS_ROWS // CHUNK_ROWS))
+    rest = next(chunks, None)
+    work = EncodeRows(encoder)
+    if rest is None or workers <= 1:
+        more = () if rest is None else (rest,)
+        yield from _grouped(map(work, _chain(first, more, chunks)), per_part)
+        return
+    with WorkerPool(work, workers) as pool:
+        yield from _grouped(pool.map_ordered(_chain(first, (rest,), chunks)), per_part)
+
+
+def _chain(*parts: Iterable[_Chunk]) -> Iterator[_Chunk]:
+    for part in parts:
+        yield from part
+
+
+def _grouped(made: Iterator[_Encoded], per_part: int) -> Iterator[_Encoded]:
+    while group := list(islice(made, per_part)):
+        whole = _Encoded.empty()
+        for piece in group:
+            whole.extend(piece)
+        yield whole
+
+
+def _whole_parts(parts: Path) -> int:
+    number = 0
+    while (parts / f"{number:06d}.json").is_file():
+        number += 1
+    if number:
+        log.info("going on with an interrupted build: %d rows are encoded", number * PART_ROWS)
+    return number
+
+
+def _write_part(parts: Path, number: int, part: _Encoded) -> None:
+    for name, array in part.arrays().items():
+        store_array(parts / f"{number:06d}-{name}.npy", array)
+    temporary = parts / f"{number:06d}.tmp"
+    temporary.write_text(json.dumps(part.tally.as_json()))
+    temporary.replace(parts / f"{number:06d}.json")
+
+
+def _join(target: Path, parts: Path, key: dict[str, Any], sets: Sequence[FileSet], *, width: int) -> None:
+    tally = Tally()
+    count = 0
+    while (parts / f"{count:06d}.json").is_file():
+        tally.merge(Tally.from_json(json.loads((parts / f"{count:06d}.json").read_text())))
+        count += 1
+    for name in _ARRAYS:
+        pieces = [np.load(parts / f"{number:06d}-{name}.npy", mmap_mode="r") for number in range(count)]
+        _store_joined(target / f"{name}.npy", pieces)
+    content = {
+        "key": key,
+        "paths": [file.path for group in sets for file in group.files],
+        "tally": tally.as_json(),
+        "width": width,
+    }
+    temporary = target / f"{_DONE}.tmp"
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(target / _DONE)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def _store_joined(path: Path, pieces: Sequence[NDArray]) -> None:
+    """Concatenates without holding all of it in memory."""
+    if not pieces:
+        store_array(path, _Encoded.empty().arrays()[path.stem])
+        return
+    total = sum(len(piece) for piece in pieces)
+    joined = (
+        np.lib.format.open_memmap(path, mode="w+", dtype=pieces[0].dtype, shape=(total, *pieces[0].shape[1:]))
+        if total
+        else None
+    )
+    if joined is None:
+        store_array(path, pieces[0])
+        return
+    place = 0
+    for piece in pieces:
+        joined[place : place + len(piece)] = piece
+        place += len(piece)
+    joined.flush()
+
+
+def _open(target: Path, identity: str, paths: tuple[str, ...]) -> Examples | None:
+    """``paths``: of the files today; they may have been moved since."""
+    try:
+        content = json.loads((target / _DONE).read_text())
+        arrays = {name: np.load(target / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+        starts = np.concatenate(([0], np.cumsum(arrays["lengths"], dtype=np.int64)))
+        if starts[-1] != len(arrays["tokens"]):
+            raise ValueError(f"{len(arrays['tokens']):,} tokens, {starts[-1]:,} were promised")
+        return Examples(
+            **arrays,
+            paths=paths,
+            tally=Tally.from_json(content["tally"], moved=dict(zip(content["paths"], paths, strict=True))),
+            width=content["width"],
+            identity=identity,
+            starts=starts,
+        )
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        log.warning("%s is damaged (%s): building it again", target, error)
+        shutil.rmtree(target, ignore_errors=True)
+        return None

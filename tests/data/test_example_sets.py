@@ -1,0 +1,199 @@
+"""From `[data]` to rows: what is refused, cut, left out, split and blended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config.data import DataConfig
+from paceline.data.build import Datasets
+from paceline.data.example_sets import RowRequest, build_row_datasets
+from paceline.errors import ConfigError, DataError
+
+DEMO = Path(__file__).parent / "llamafactory" / "dataset_info.json"
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def build(
+    task: str = "sft", *, seq_len: int = 128, samples: int = 8, batch: int = 4, vocab: int = 300, **options: Any
+) -> Datasets:
+    config = DataConfig(**{"tokenizer": "byte", "template": "zephyr", **options})
+    request = RowRequest(task=task, seq_len=seq_len, seed=1, global_batch_size=batch, vocab_size=vocab)
+    return build_row_datasets(config, request, train_samples=samples)
+
+
+def chat(text: str, answer: str = "yes") -> dict[str, str]:
+    return {"instruction": text, "output": answer}
+
+
+def examples(data: Datasets) -> int:
+    return int(data.reports[0].note.partition(" ")[0].replace(",", ""))
+
+
+def test_bad_rows_are_refused_with_their_places(tmp_path: Path) -> None:
+    rows = [chat("a"), chat("b", ""), chat("c"), {"foo": 1}]
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError) as error:
+        build(train=path)
+    assert error.value.subject == (f"{path}: 2 of 4 rows cannot be used: 1 empty assistant turn, 1 unknown format")
+    assert f"{path}:2: empty assistant turn: turn 2 has neither text nor a tool call" in error.value.evidence
+    assert f"{path}:4: unknown format: it has 'foo'" in error.value.evidence
+    assert "data.bad_rows = 'skip'" in error.value.next_step
+    data = build(train=path, bad_rows="skip")
+    assert examples(data) == 2
+    assert "skipped: 2 of 4 rows cannot be used" in data.reports[0].note
+    with pytest.raises(DataError, match="1 of 1 rows"):
+        build(train=write(tmp_path / "b.jsonl", [chat("b", "")]), bad_rows="skip")
+
+
+def test_only_the_first_bad_rows_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        build(train=write(tmp_path / "a.jsonl", [chat("a", "")] * 500 + [chat("a")]))
+    assert error.value.evidence.count("\n") == 10
+    assert error.value.evidence.endswith("... and 490 more")
+    assert "500 of 501 rows" in error.value.subject
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "why"),
+    [
+        ("dpo", {"prompt": "a", "chosen": "same", "rejected": "same"}, "1 equal answers"),
+        ("dpo", chat("a"), "1 record of another task"),
+        ("sft", {"prompt": "a", "chosen": "b", "rejected": "c"}, "1 record of another task"),
+        ("sft", {"messages": [{"role": "user", "content": "a"}]}, "1 turns out of order"),
+    ],
+)
+def test_what_a_task_cannot_use(tmp_path: Path, task: str, row: dict[str, Any], why: str) -> None:
+    with pytest.raises(DataError) as error:
+        build(task, train=write(tmp_path / "a.jsonl", [row]))
+    assert why in error.value.subject
+    assert error.value.next_step
+
+
+# ---- longer than a row
+
+
+def test_too_long_is_refused_cut_or_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat("a"), chat("b", "x" * 200), chat("y" * 200)])
+    with pytest.raises(DataError) as error:
+        build(train=path)
+    assert "2 of 3 rows cannot be used: 2 longer than a row" in error.value.subject
+    assert f"{path}:2: longer than a row: 227 tokens, a row has 128" in error.value.evidence
+    assert "train.seq_len" in error.value.next_step and "data.too_long" in error.value.next_step
+    cut = build(train=path, too_long="truncate")
+    assert examples(cut) == 2, "the answer of the third begins beyond the row"
+    assert "2 examples longer than a row cut" in cut.reports[0].note
+    dropped = build(train=path, too_long="drop")
+    assert examples(dropped) == 1
+    assert "2 examples longer than a row left out" in dropped.reports[0].note
+    with pytest.raises(DataError, match=r"no example fits into train\.seq_len = 16"):
+        build(train=path, too_long="drop", seq_len=16)
+
+
+def test_a_pair_is_cut_so_that_both_answers_fit(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "x" * 300, "rejected": "no"}] * 2)
+    sample = build("dpo", train=path, too_long="truncate").train[0]
+    sizes = sample.fields["lengths"]
+    assert sizes.tolist()[:3] == [128 - 29, 29, 0]
+    path = write(tmp_path / "b.jsonl", [{"prompt": "a", "chosen": "x" * 300, "rejected": "z" * 300}])
+    sample = build("dpo", train=path, too_long="truncate").train[0]
+    assert sample.fields["lengths"].tolist()[:3] == [64, 64, 0]
+    assert [int(((sample.documents == i) & (sample.labels >= 0)).sum()) for i in (0, 1)] == [38, 38]
+
+
+# ---- sources
+
+
+def test_a_description_of_llamafactory(tmp_path: Path) -> None:
+    data = build(train=f"{DEMO}#alpaca_en_demo", cache_dir=str(tmp_path))
+    assert examples(data) == 3
+    data = build("kto", train=f"{DEMO}#kto_en_demo", cache_dir=str(tmp_path), valid=f"{DEMO}#kto_en_demo", seq_len=256)
+    assert data.valid is not None and len(data.valid) == 2
+    both = build(train=[f"{DEMO}#identity", f"{DEMO}#wiki_demo"], cache_dir=str(tmp_path))
+    assert examples(both) == 4
+    with pytest.raises(DataError, match="not on this disk"):
+        build(train=f"{DEMO}#alpaca_en", cache_dir=str(tmp_path))
+
+
+def test_num_samples_draws(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat(f"{i}") for i in range(10)])
+    info = {name: {"file_name": "rows.jsonl", "num_samples": count} for name, count in (("few", 4), ("many", 25))}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    few, many = (build(train=f"{tmp_path}/dataset_info.json#{name}", packing="none", samples=25) for name in info)
+    assert (examples(few), examples(many)) == (4, 25)
+    counts = np.unique([many.train[i].tokens.tobytes() for i in range(25)], return_counts=True)[1]
+    assert sorted(counts.tolist()) == [2] * 5 + [3] * 5
+
+
+def test_weights_decide_the_share_of_rows(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", [chat("a" * 40, "1" * 40)] * 5)
+    b = write(tmp_path / "b.jsonl", [chat("b" * 40, "2" * 40)] * 5)
+    data = build(train=[{"path": a, "weight": 3}, {"path": b}], samples=40)
+    kinds = [bool((data.train[i].tokens == ord("1")).any()) for i in range(40)]
+    assert sum(kinds) in (29, 30, 31)
+    assert [report.weight for report in data.reports] == [0.75, 0.25]
+    with pytest.raises(ConfigError, match="'buckets' with sources of different weights"):
+        build(train=[{"path": a, "weight": 3}, {"path": b}], packing="buckets")
+
+
+def test_split_cuts_by_example(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat(f"{i:03}") for i in range(50)])
+    data = build(train=path, split="80,20,0", packing="none", samples=40)
+    assert data.valid is not None and data.test is None
+    train = {data.train[i].tokens.tobytes() for i in range(40)}
+    valid = {data.valid[i].tokens.tobytes() for i in range(len(data.valid))}
+    assert (len(train), len(valid)) == (40, 10)
+    assert not train & valid
+
+
+def test_epochs_name_the_steps_that_fit(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat(f"{i:03}") for i in range(50)])
+    build(train=path, packing="none", epochs=2, samples=100)
+    with pytest.raises(ConfigError, match=r"train\.steps asks for 4 epochs, data\.epochs = 2") as error:
+        build(train=path, packing="none", epochs=2, samples=200)
+    assert error.value.next_step == "Set train.steps = 25."
+
+
+def test_identity_is_what_decides_the_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat(f"{i:03}") for i in range(20)])
+    first = build(train=path).train.identity
+    assert build(train=path, samples=99).train.identity == first
+    others = [
+        build(train=path, packing="none"),
+        build(train=path, seq_len=96),
+        build(train=path, template="chatml"),
+        build(train=path, mask="all"),
+        build(train=path, split="90,10,0"),
+    ]
+    assert len({data.train.identity for data in others} | {first}) == 6
+
+
+# ---- tokenizer and template
+
+
+def test_tokenizer_and_template(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat("a")])
+    with pytest.raises(DataError, match="no tokenizer is named"):
+        build(train=path, tokenizer="")
+    with pytest.raises(DataError, match=r"vocabulary of byte, 257, is larger than model.vocab_size = 100"):
+        build(train=path, vocab=100)
+    with pytest.raises(DataError, match="the tokenizer byte has no chat template") as error:
+        build(train=path, template="")
+    assert "chatml" in error.value.next_step
+    with pytest.raises(DataError, match="one example is not enough for kto"):
+        build("kto", train=write(tmp_path / "b.jsonl", [chat("a") | {"label": True}]))
+
+
+def test_margins_are_there_for_all_or_none(tmp_path: Path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    path = write(tmp_path / "a.jsonl", [pair | {"margin": 1}, pair])
+    with pytest.raises(DataError, match=r"a.jsonl:2: no margin, and 1 other rows have it"):
+        build("reward", train=path)
