@@ -8,6 +8,7 @@ by name, in `_not_yet`, and nowhere else. The rules of layouts are in files of t
     exclusions   the table of options that do not go together
     locality     groups of ranks that cross machines
     refusals     all that refuses, together
+    task_fit     the task against model and data
     nearest      which layouts close by would work
     idle         options that change nothing
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from paceline.config.adapters import adapter_errors, adapter_notes
 from paceline.config.asked import Asked, error
 from paceline.config.hub import config_of
 from paceline.config.idle import idle_options
@@ -27,6 +29,8 @@ from paceline.config.plugins import Registry
 from paceline.config.refusals import others, refusals
 from paceline.config.run import RunConfig
 from paceline.config.schedules import few_micro_batches
+from paceline.config.task import TASK_KINDS
+from paceline.config.task_fit import task_errors
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
 
@@ -60,6 +64,7 @@ def check(config: RunConfig, registry: Registry, world_size: int) -> list[Findin
         *_optimizer(config),
         *_router(config),
         *_fp8(config),
+        *adapter_notes(config),
     ]
 
 
@@ -106,7 +111,7 @@ def _start_so_many(asked: Asked) -> str:
 
 def _refused(asked: Asked) -> list[Finding]:
     """All errors; the first that another layout mends names the nearest layouts that work."""
-    unmended = list(others(asked))
+    unmended = [*task_errors(asked.config), *others(asked)]
     portions, misfits = list(batch(asked)), list(layout_errors(asked))
     if misfits:
         misfits[0] = _with(misfits[0], nearest_sentence(asked))
@@ -132,13 +137,14 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
                 f"Leave {section}.{name} out.",
             )
     yield from _export(config, registry)
-    kinds = ["pretrain", *registry.tasks]
+    yield from adapter_errors(config)
+    kinds = [*TASK_KINDS, *registry.tasks]
     if config.task.kind not in kinds:
         yield error(
             "config.not-yet",
             f"task.kind = {config.task.kind!r} is not available",
             f"This version and its plugins know: {', '.join(kinds)}.",
-            "Set task.kind = 'pretrain', or register the task in a plugin (run.plugins).",
+            "Set task.kind to one of them, or register the task in a plugin (run.plugins).",
         )
 
 

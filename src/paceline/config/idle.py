@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from paceline.config.asked import Asked, show
+from paceline.config.lora import LoraConfig
 from paceline.config.model import MoEConfig
 from paceline.config.observe import OF_RECORD
 from paceline.config.train import TrainConfig
@@ -49,11 +50,56 @@ def _no_layer_in_fp8(asked: Asked) -> bool:
     return len({index % layers for index in asked.config.train.fp8_skip_layers}) == layers
 
 
+def _of_task(*kinds: str) -> Callable[[Asked], bool]:
+    """Where another task is asked for than these."""
+    return lambda asked: asked.config.task.kind not in kinds
+
+
 OPTIONS = (
+    Idle(
+        keys=("task.beta",),
+        where=_of_task("dpo", "orpo", "kto"),
+        because="it belongs to task.kind 'dpo', 'orpo' and 'kto'.",
+    ),
+    Idle(
+        keys=("task.dpo_loss", "task.label_smoothing"), where=_of_task("dpo"), because="it belongs to task.kind 'dpo'."
+    ),
+    Idle(
+        keys=("task.label_smoothing",),
+        where=lambda asked: asked.config.task.kind == "dpo" and asked.config.task.dpo_loss != "sigmoid",
+        because="only task.dpo_loss = 'sigmoid' has it.",
+    ),
+    Idle(
+        keys=("task.reference", "task.precompute_reference"),
+        where=_of_task("dpo", "kto"),
+        because="only task.kind 'dpo' and 'kto' compare with a reference model.",
+    ),
+    Idle(
+        keys=("task.precompute_reference",),
+        where=lambda asked: asked.config.task.kind == "dpo" and not asked.config.task.reads_reference,
+        because="there is no reference model (task.reference = 'none').",
+    ),
+    Idle(keys=("task.orpo_nll",), where=_of_task("orpo"), because="it belongs to task.kind 'orpo'."),
+    Idle(
+        keys=("task.desirable_weight", "task.undesirable_weight"),
+        where=_of_task("kto"),
+        because="it belongs to task.kind 'kto'.",
+    ),
+    Idle(keys=("task.center_rewards",), where=_of_task("reward"), because="it belongs to task.kind 'reward'."),
     Idle(
         keys=("checkpoint.export_interval",),
         where=lambda asked: not asked.config.checkpoint.export,
         because="nothing is exported (checkpoint.export is empty).",
+    ),
+    Idle(
+        keys=tuple(f"lora.{name}" for name in LoraConfig.model_fields if name != "rank"),
+        where=lambda asked: not asked.config.lora.on,
+        because="there are no adapters (lora.rank = 0): all weights are trained.",
+    ),
+    Idle(
+        keys=("lora.init",),
+        where=lambda asked: asked.config.lora.on and bool(asked.config.lora.init_adapter),
+        because="adapters begin as lora.init_adapter says.",
     ),
     Idle(
         keys=("parallel.bucket_mb",),

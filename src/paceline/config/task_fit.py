@@ -1,0 +1,63 @@
+"""Does what is to be learned fit the model and the data? Asked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.config.asked import error
+from paceline.config.run import RunConfig
+from paceline.report.finding import Finding
+
+
+def task_errors(config: RunConfig) -> Iterator[Finding]:
+    """What no layout mends."""
+    yield from _score(config)
+    yield from _reference(config)
+    yield from _data(config)
+    if config.task.learns_from_answers and config.model.mtp_layers:
+        yield error(
+            "config.task-mtp",
+            f"task.kind = {config.task.kind!r} does not go with model.mtp_layers = {config.model.mtp_layers}",
+            "Its loss is over whole answers; multi-token prediction has one of its own for each token.",
+            "Set model.mtp_layers = 0: weights of these layers in model.init_from are then left out.",
+        )
+
+
+def _score(config: RunConfig) -> Iterator[Finding]:
+    kind, model = config.task.kind, config.model
+    if kind == "reward" and not model.has_score:
+        yield error(
+            "config.task-score",
+            "task.kind = 'reward' needs a model that ends in a score",
+            f"model.head = {model.head!r} gives a number for each word of the vocabulary, not one for the text.",
+            "Set model.head = 'score'. From model.init_from all else is taken, and the score starts at random.",
+        )
+    if kind != "reward" and model.has_score:
+        yield error(
+            "config.task-score",
+            f"task.kind = {kind!r} needs a model with a vocabulary for its head, and model.head = 'score'",
+            "A score is no probability of tokens.",
+            "Set task.kind = 'reward', or leave model.head out.",
+        )
+
+
+def _reference(config: RunConfig) -> Iterator[Finding]:
+    task = config.task
+    if task.kind == "kto" and task.reference == "none":
+        yield error(
+            "config.task-reference",
+            "task.kind = 'kto' needs a reference model, and task.reference = 'none'",
+            "Its baseline is the divergence of the policy from the reference.",
+            "Leave task.reference out: it is then a copy of the weights that the run begins with.",
+        )
+
+
+def _data(config: RunConfig) -> Iterator[Finding]:
+    if config.task.learns_from_answers and config.data.is_synthetic:
+        yield error(
+            "config.task-data",
+            f"task.kind = {config.task.kind!r} cannot learn from data.train = 'synthetic'",
+            "Made-up tokens are no answers.",
+            "Set data.train to a file or folder with "
+            + ("judged answers." if config.task.kind == "kto" else "pairs of answers."),
+        )
