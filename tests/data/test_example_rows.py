@@ -19,7 +19,8 @@ from paceline.config.model import ModelConfig
 from paceline.config.presets import preset
 from paceline.data.batch import IGNORE_INDEX, Batch
 from paceline.data.build import Datasets
-from paceline.data.example_sets import RowRequest, build_row_datasets
+from paceline.data.example_files import RowRequest
+from paceline.data.example_sets import build_row_datasets
 from paceline.data.loader import Loader, collate
 from paceline.data.sources import Sample
 from paceline.models.transformer import Transformer

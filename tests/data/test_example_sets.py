@@ -11,7 +11,8 @@ import pytest
 
 from paceline.config.data import DataConfig
 from paceline.data.build import Datasets
-from paceline.data.example_sets import RowRequest, build_row_datasets
+from paceline.data.example_files import RowRequest
+from paceline.data.example_sets import build_row_datasets
 from paceline.errors import ConfigError, DataError
 
 DEMO = Path(__file__).parent / "llamafactory" / "dataset_info.json"

@@ -12,7 +12,8 @@ from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.data.build import Datasets, Split, build_datasets
-from paceline.data.example_sets import RowRequest, build_row_datasets
+from paceline.data.example_files import RowRequest
+from paceline.data.example_sets import build_row_datasets
 from paceline.data.loader import Loader
 from paceline.data.sources import SampleSource
 from paceline.errors import ConfigError

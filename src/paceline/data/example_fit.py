@@ -1,0 +1,78 @@
+"""Which examples fit into a row, and what is done with the others?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.bad_rows import BadRow, Tally, apply_policy
+from paceline.data.example_rows import PAIRED, Selection
+from paceline.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A selection that fits rows, and what that took."""
+
+    selection: Selection
+    too_long: Tally
+    """examples longer than a row"""
+    policy: str
+
+
+def fit(selection: Selection, seq_len: int, policy: str, *, what: str = "the data") -> Fitted:
+    """Refuses, cuts or leaves out what is longer than a row of ``seq_len`` tokens.
+
+    A pair must fit into one row, a judged answer twice (with its mismatched one): they are cut at the end of their
+    answers. One of which no answer would be left is left out.
+
+    Raises:
+        DataError: an example is too long and the policy is ``refuse``, or nothing is left.
+    """
+    sizes = selection.sizes
+    tally = Tally(rows=len(sizes))
+    kept = np.ones(len(sizes), dtype=bool)
+    lengths = selection.lengths.copy()
+    for member in np.flatnonzero(sizes > seq_len).tolist():
+        path, line = selection.examples.place(int(selection.members[member]))
+        detail = f"{sizes[member]:,} tokens{_counted(selection.task)}, a row has {seq_len:,}"
+        kept[member] = False
+        if policy == "truncate":
+            lengths[member] = _cut(lengths[member], seq_len, selection.task)
+            kept[member] = _has_answer(selection, member, lengths[member])
+            detail += "; cut" if kept[member] else "; left out, its answer begins beyond"
+        tally.add(BadRow(path=path, line=line, kind="longer than a row", detail=detail))
+    if policy == "refuse":
+        apply_policy(tally, "refuse", what)
+    if not kept.any():
+        raise DataError(
+            f"{what}: no example fits into train.seq_len = {seq_len:,}",
+            evidence=tally.listing(3) or "There are none.",
+            next_step="Raise train.seq_len.",
+        )
+    chosen = Selection(
+        examples=selection.examples, members=selection.members[kept], lengths=lengths[kept], task=selection.task
+    )
+    return Fitted(selection=chosen, too_long=tally, policy=policy)
+
+
+def _counted(task: str) -> str:
+    return " with its mismatched answer" if task == "kto" else " of both answers" if task in PAIRED else ""
+
+
+def _cut(lengths: NDArray[np.int64], seq_len: int, task: str) -> NDArray[np.int64]:
+    if task == "kto":
+        return np.minimum(lengths, seq_len // 2)
+    if len(lengths) == 1:
+        return np.minimum(lengths, seq_len)
+    half = seq_len // 2
+    shorter = min(int(lengths.min()), half)
+    return np.minimum(lengths, max(half, seq_len - shorter))
+
+
+def _has_answer(selection: Selection, member: int, lengths: NDArray[np.int64]) -> bool:
+    width = selection.examples.width
+    first = int(selection.members[member]) * width
+    return all(selection.examples.document(first + which).answer_start < lengths[which] for which in range(width))
