@@ -125,7 +125,7 @@ def _add(folder: Path) -> None:
         (_cut, {}, "adapter_model.safetensors cannot be read"),
         (_drop_half, {}, "is not whole: .* has lora_B"),
         (_add, {}, "no half of a pair: base_model.model.lm_head.weight"),
-        (lambda f: None, {"use_dora": True}, "not plain LoRA: use_dora = True"),
+        (lambda f: None, {"use_dora": True}, "is not whole: lm_head has lora_A and lora_B"),
         (lambda f: None, {"peft_type": "IA3", "bias": "all"}, "peft_type = 'IA3', bias = 'all'"),
         (lambda f: None, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],

@@ -19,6 +19,7 @@ from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.pieces import Box, ShardedValue
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint, load_into
+from paceline.config.lora import LoraConfig
 from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError
 
@@ -66,6 +67,9 @@ class ExportJob:
     files: Mapping[str, Path]
     """Name -> path of what goes along with the weights; rank 0 reads them."""
     ranks: Ranks
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    base: str = ""
+    """With adapters: `model.init_from`, the weights that they belong to."""
 
 
 def companions(*folders: Path) -> dict[str, Path]:

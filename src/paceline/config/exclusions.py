@@ -173,8 +173,80 @@ _FP8_EXPERTS = Option(
     off="train.fp8_experts = false",
     layout=False,
 )
+_LORA = Option(
+    name="adapters (`lora.rank`)",
+    key="lora.rank",
+    on=lambda config: config.lora.on,
+    off="lora.rank = 0",
+    layout=False,
+)
+_KEPT_BASE = Option(
+    name='`lora.base` `"fp8"` and `"nf4"`',
+    key="lora.base",
+    on=lambda config: config.lora.on and config.lora.base != "bf16",
+    off="lora.base = 'bf16'",
+    layout=False,
+)
+_FP8_BASE = Option(
+    name='`lora.base = "fp8"`',
+    key="lora.base",
+    on=lambda config: config.lora.on and config.lora.base == "fp8",
+    off="lora.base = 'bf16'",
+    layout=False,
+)
+_NF4_BASE = Option(
+    name='`lora.base = "nf4"`',
+    key="lora.base",
+    on=lambda config: config.lora.on and config.lora.base == "nf4",
+    off="lora.base = 'bf16'",
+    layout=False,
+)
+_NOT_FP8 = Option(
+    name="`train.precision` other than `fp8`",
+    key="train.precision",
+    on=lambda config: config.train.precision != "fp8",
+    off="train.precision = 'fp8'",
+    layout=False,
+)
+_NO_FP8_CACHE = Option(
+    name="`train.fp8_weight_cache = false`",
+    key="train.fp8_weight_cache",
+    on=lambda config: not config.train.fp8_weight_cache,
+    off="train.fp8_weight_cache = true",
+    layout=False,
+)
 
 EXCLUSIONS = (
+    Exclusion(
+        id="config.lora-muon",
+        options=(_MUON, _LORA),
+        because="Muon orthogonalises updates of weight matrices; the two thin matrices of an adapter are a product.",
+    ),
+    Exclusion(
+        id="config.lora-base-fsdp",
+        options=(_KEPT_BASE, _FSDP),
+        because="FSDP2 shards and gathers bf16 weights. With frozen ones in 8 or 4 bits there is little left to shard.",
+    ),
+    Exclusion(
+        id="config.lora-base-offload",
+        options=(_KEPT_BASE, _OFFLOAD),
+        because="Frozen weights in fewer bits with states in host memory have not been tested.",
+    ),
+    Exclusion(
+        id="config.lora-fp8",
+        options=(_FP8_BASE, _NOT_FP8),
+        because="Only fp8 products read fp8 weights.",
+    ),
+    Exclusion(
+        id="config.lora-fp8-cache",
+        options=(_FP8_BASE, _NO_FP8_CACHE),
+        because="The cache is where the weights are: there are no others.",
+    ),
+    Exclusion(
+        id="config.lora-nf4-fp8",
+        options=(_NF4_BASE, _FP8),
+        because="Weights in NF4 are multiplied in bf16.",
+    ),
     Exclusion(
         id="config.muon-tp",
         options=(_MUON, _TENSOR),

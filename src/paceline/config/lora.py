@@ -75,6 +75,12 @@ class LoraConfig(Section):
         found = _LINEAR.fullmatch(name) if self.on else None
         return found is not None and ("all-linear" in self.targets or found[2] in self.targets)
 
+    @staticmethod
+    def learns(name: str) -> bool:
+        """Whether the parameter ``name`` learns where there are adapters: theirs, and the score of a reward model,
+        which no base has."""
+        return is_adapter(name) or name.startswith("score.")
+
     def adapter_shapes(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The adapter's parameters beside the matrix ``name`` of that ``shape`` ([out, in]); empty if it has none."""
         if not self.adapts(name):

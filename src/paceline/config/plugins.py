@@ -37,6 +37,7 @@ class Registry:
     hooks: list[Callable[..., Any]] = field(default_factory=list)
     weight_sources: list[Callable[..., Any]] = field(default_factory=list)
     exports: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    adapter_sources: list[Callable[..., Any]] = field(default_factory=list)
 
     def preset(self, name: str, fields: Mapping[str, Any]) -> None:
         """Makes ``model.preset = name`` mean these fields of the `[model]` section."""
@@ -58,6 +59,11 @@ class Registry:
         """Lets ``model.init_from`` name what ``factory(path, model)`` can read: it returns `ForeignWeights`, or None
         where the path is of another kind (see `checkpoint/weights.py`)."""
         self.weight_sources.append(factory)
+
+    def adapter_source(self, factory: Callable[..., Any]) -> None:
+        """Lets ``lora.init_adapter`` name what ``factory(path, model, lora)`` can read: it returns a `WeightSource` of
+        the adapter's parameters, or None where the path is of another kind."""
+        self.adapter_sources.append(factory)
 
     def export(self, name: str, function: Callable[..., Any]) -> None:
         """Makes ``checkpoint.export = name`` call ``function(ExportJob)`` (see `checkpoint/weights.py`)."""

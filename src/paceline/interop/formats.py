@@ -20,7 +20,10 @@ from paceline.config.plugins import Registry
 from paceline.errors import ConfigError
 from paceline.interop.hf import open_hub
 from paceline.interop.hf_export import export_hub
+from paceline.interop.peft_read import adapter_source
+from paceline.interop.peft_write import export_peft
 from paceline.interop.sidecars import SETTINGS, TOKENIZER, sidecars_in
+from paceline.interop.sources import is_adapted, open_paceline
 from paceline.interop.text_files import made_files, unsaid
 
 log = logging.getLogger(__name__)
@@ -29,7 +32,10 @@ log = logging.getLogger(__name__)
 def register(registry: Registry) -> None:
     """Adds all formats."""
     registry.weight_source(_hub_weights)
+    registry.weight_source(_merged_weights)
+    registry.adapter_source(adapter_source)
     registry.export("hf", _export)
+    registry.export("peft", export_peft)
 
 
 def _hub_weights(path: Path, model: ModelConfig) -> ForeignWeights | None:
@@ -41,6 +47,14 @@ def _hub_weights(path: Path, model: ModelConfig) -> ForeignWeights | None:
     for note in hub.notes if is_first else ():
         log.warning("%s: %s", path, note)
     return ForeignWeights(weights=hub.weights, files=sidecars_in(path))
+
+
+def _merged_weights(path: Path, model: ModelConfig) -> ForeignWeights | None:
+    """Of a run of ours that trained adapters."""
+    if not is_adapted(path):
+        return None
+    opened = open_paceline(path)
+    return ForeignWeights(weights=opened.weights, files=opened.sidecars)
 
 
 def _export(job: ExportJob) -> None:

@@ -1,8 +1,9 @@
 """LoRA adapters of PEFT: `adapter_config.json` and `adapter_model.safetensors`, merged into weights or taken out again.
 
 A matrix W of the base becomes W + scale * B A, with scale = alpha / rank, or alpha / sqrt(rank) for rank-stabilised
-LoRA (arXiv:2106.09685, arXiv:2312.03732). Adapters name modules as Transformers does, so they fit a model of any format
-whose family is known.
+LoRA (arXiv:2106.09685, arXiv:2312.03732); with DoRA (arXiv:2402.09353) its rows then have learned lengths. Adapters
+name modules as Transformers does, so they fit a model of any format whose family is known; `own_pairs` has them under
+our names. `peft_write.py` writes them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.checkpoint.adapters import MergedWeights, Pair
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.weights import WeightSource
 from paceline.errors import CheckpointError
@@ -31,9 +33,11 @@ from paceline.interop.sources import Opened
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX, _BASE = "base_model.model.", ".base_layer.weight"
+_LENGTHS = r"magnitude_vector(?:\.default)?(?:\.weight)?"
 _MUST: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
+    "use_bdlora": (False, None),
+    "use_qalora": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),
     "lora_bias": (False, None),
@@ -46,23 +50,16 @@ _MUST: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """What is added to one matrix: ``scale * up @ down``."""
-
-    down: Tensor
-    """[rank, in]."""
-    up: Tensor
-    """[out, rank]."""
-    scale: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Adapter:
     path: Path
     pairs: Mapping[str, Pair]
     """By the name of the matrix in the base."""
     base: Mapping[str, Tensor]
     """Matrices of the base that were saved with it, as PEFT does for head and embedding."""
+
+    @property
+    def is_dora(self) -> bool:
+        return any(pair.magnitude is not None for pair in self.pairs.values())
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -80,26 +77,29 @@ def read_adapter(path: Path) -> Adapter:
             next_step="Merge it with PEFT (merge_and_unload) and convert the merged model.",
         )
     halves: dict[str, dict[str, Tensor]] = {}
-    base = {}
+    base, needed = {}, {"A", "B", "magnitude"} if config.get("use_dora") else {"A", "B"}
     for name, value in _read_weights(path).items():
         if name.startswith(_PREFIX) and name.endswith(_BASE):
             base[name.removeprefix(_PREFIX).removesuffix(_BASE) + ".weight"] = value
             continue
-        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])(\.default)?\.weight", name)
-        if match is None or value.dim() != 2:
+        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_(?:([AB])(?:\.default)?\.weight|{_LENGTHS})", name)
+        half = "magnitude" if match is not None and match[2] is None else match and match[2]
+        if match is None or half is None or value.dim() != (1 if half == "magnitude" else 2):
             raise CheckpointError(
                 f"the adapter {path} has a tensor that is no half of a pair: {name} {list(value.shape)}",
                 next_step="Merge it with PEFT (merge_and_unload) and convert the merged model.",
             )
-        halves.setdefault(match[1], {})[match[2]] = value
+        halves.setdefault(match[1], {})[half] = value
     pairs = {}
     for module, both in halves.items():
-        if both.keys() != {"A", "B"} or both["A"].shape[0] != both["B"].shape[1]:
+        if both.keys() != needed or both["A"].shape[0] != both["B"].shape[1]:
             raise CheckpointError(
                 f"the adapter {path} is not whole: {module} has {' and '.join(f'lora_{half}' for half in both)}",
                 next_step="Copy it again.",
             )
-        pairs[f"{module}.weight"] = Pair(down=both["A"], up=both["B"], scale=_scale(config, module))
+        pairs[f"{module}.weight"] = Pair(
+            down=both["A"], up=both["B"], scale=_scale(config, module), magnitude=both.get("magnitude")
+        )
     return Adapter(path=path, pairs=pairs, base=base)
 
 
@@ -145,20 +145,76 @@ def merge(opened: Opened, adapter: Adapter, *, take_out: bool = False) -> Opened
     """
     config = hub_config(opened.model, template=opened.template)
     table = hf_links(opened.model, str(config["model_type"]))
-    # a tied head has no matrix of its own to add to
-    shapes = {name: shape for name, shape in table.their_shapes().items() if name not in table.copies}
-    problems = [_misfit(name, pair, shapes, config) for name, pair in adapter.pairs.items()]
-    problems = [problem for problem in problems if problem] + _other_base(opened, table, adapter)
+    shapes = _their_matrices(table)
+    problems = misfits(adapter, table, config) + _other_base(opened, table, adapter)
     if problems:
         raise CheckpointError(
             f"the adapter {adapter.path} fits another model: {len(problems)} of its {len(adapter.pairs)} pairs misfit",
             evidence="\n  ".join(problems[:10]),
             next_step="Take the model that its adapter_config.json names as base_model_name_or_path.",
         )
-    deltas = _Deltas(adapter, shapes, transposed=config["model_type"] == "gpt2", sign=-1.0 if take_out else 1.0)
     verb = "taken out of" if take_out else "merged into"
     note = f"{adapter.path.name}: {len(adapter.pairs)} pairs are {verb} the weights."
-    return replace(opened, weights=_Merged(opened.weights, table, deltas), notes=(*opened.notes, note), changed=True)
+    notes = (*opened.notes, note)
+    if adapter.is_dora:
+        if take_out:
+            raise CheckpointError(
+                f"the adapter {adapter.path} cannot be taken out: it is DoRA's",
+                evidence="It set the lengths of rows; what they were before is not in the merged weights.",
+                next_step="Take the model that it was merged into.",
+            )
+        return replace(
+            opened, weights=MergedWeights(opened.weights, own_pairs(adapter, table)), notes=notes, changed=True
+        )
+    deltas = _Deltas(adapter, shapes, transposed=config["model_type"] == "gpt2", sign=-1.0 if take_out else 1.0)
+    return replace(opened, weights=_Merged(opened.weights, table, deltas), notes=notes, changed=True)
+
+
+def own_pairs(adapter: Adapter, table: LinkTable) -> dict[str, Pair]:
+    """The pairs under the names of our matrices. Where several of ours are one of theirs (GPT-2's queries, keys and
+    values), each has the first matrix to itself.
+
+    Raises:
+        CheckpointError: a pair is for a matrix that is several of ours in another way: an expert's.
+    """
+    found, used = {}, set()
+    for ours, links in table.links.items():
+        link = links[0]
+        pair = adapter.pairs.get(link.theirs) if len(links) == 1 else None
+        if pair is None:
+            continue
+        used.add(link.theirs)
+        rows = link.ours_at.sizes[0]
+        first = link.theirs_at.offsets[-1 if link.transposed else 0]
+        order = torch.arange(rows) if link.rows is None else link.rows
+        up = pair.up.narrow(0, first, rows).index_select(0, order)
+        lengths = pair.magnitude
+        found[ours] = Pair(
+            down=pair.down,
+            up=up,
+            scale=pair.scale,
+            magnitude=None if lengths is None else lengths.narrow(0, first, rows).index_select(0, order),
+        )
+    left = sorted(adapter.pairs.keys() - used)
+    if left:
+        raise CheckpointError(
+            f"the adapter {adapter.path} has {len(left)} pairs for matrices that have no adapters of ours: {left[0]}",
+            evidence="Routed experts are frozen here.",
+            next_step="Merge it first: paceline convert MODEL NEW --to hf --adapter ADAPTER.",
+        )
+    return found
+
+
+def misfits(adapter: Adapter, table: LinkTable, config: Mapping[str, Any]) -> list[str]:
+    """Pairs of matrices that the model with this hub ``config`` does not have, or has in another shape."""
+    shapes = _their_matrices(table)
+    found = (_misfit(name, pair, shapes, config) for name, pair in adapter.pairs.items())
+    return [problem for problem in found if problem]
+
+
+def _their_matrices(table: LinkTable) -> dict[str, torch.Size]:
+    # a tied head has no matrix of its own to add to
+    return {name: shape for name, shape in table.their_shapes().items() if name not in table.copies}
 
 
 def _other_base(opened: Opened, table: LinkTable, adapter: Adapter) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.adapters import BaseReference, whole_model
 from paceline.checkpoint.locate import find_checkpoint, step_folders
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.weights import COMPANIONS, CheckpointSource, WeightSource
@@ -165,7 +166,13 @@ def open_paceline(path: Path) -> Opened:
             evidence=str(error),
             next_step="Use the version of paceline that wrote it (`versions` in its state.json).",
         ) from error
-    weights = CheckpointSource(checkpoint)
+    weights: WeightSource = CheckpointSource(checkpoint)
+    notes: tuple[str, ...] = ()
+    if recipe.lora.on:
+        reference = BaseReference.from_extra(checkpoint.state().extra)
+        weights = whole_model(weights, recipe.lora, reference, _open_base, str(folder))
+        assert reference is not None
+        notes = (f"The adapters of {folder} are merged into {reference.source}.",)
     _account(folder, recipe.model, weights)
     places = [folder / COMPANIONS, folder.parent.parent / COMPANIONS]
     if recipe.model.init_from and is_hub_folder(recipe.model.init_from):
@@ -183,10 +190,31 @@ def open_paceline(path: Path) -> Opened:
         template=read_template(sidecars),
         recipe=recipe,
         step=checkpoint.step,
+        notes=notes,
+        changed=recipe.lora.on,
     )
 
 
-def _account(folder: Path, model: ModelConfig, weights: CheckpointSource) -> None:
+def _open_base(source: str) -> WeightSource:
+    return open_source(Path(source)).weights
+
+
+def is_adapted(path: Path) -> bool:
+    """Whether it is a run or checkpoint of ours that holds adapters."""
+    if not path.is_dir() or detect_or_none(path) != "paceline":
+        return False
+    return BaseReference.from_extra(find_checkpoint(path).state().extra) is not None
+
+
+def detect_or_none(path: Path) -> Format | None:
+    """As `detect`; None where it raises."""
+    try:
+        return detect(path)
+    except CheckpointError:
+        return None
+
+
+def _account(folder: Path, model: ModelConfig, weights: WeightSource) -> None:
     wanted, found = model_shapes(model), weights.shapes()
     problems = [f"missing: {name}" for name in wanted.keys() - found.keys()]
     problems += [f"unexpected: {name}" for name in found.keys() - wanted.keys()]

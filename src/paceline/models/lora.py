@@ -73,7 +73,7 @@ class LoraLinear(nn.Linear):
 
 
 def attach_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Freezes all parameters of a plain model, and puts adapters beside the linears that ``config`` targets.
+    """Freezes the parameters of a plain model (but `LoraConfig.learns`), and puts adapters beside the linears that ``config`` targets.
 
     On the meta device or with weights; adapters are in the dtype and on the device of their linear, without values
     (`models/init.py` fills them).
@@ -84,8 +84,8 @@ def attach_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
     if not config.on:
         return []
     settings = AdapterSettings(scale=config.scale, dropout=config.dropout, switch=AdapterSwitch())
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(config.learns(name))
     found = [name for name, _ in model.named_parameters() if config.adapts(name)]
     for name in found:
         linear = model.get_submodule(name.removesuffix(".weight"))

@@ -8,36 +8,64 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.checkpoint.ranks import Ranks
-from paceline.checkpoint.weights import COMPANIONS, CheckpointSource, ExportJob, ForeignWeights, companions, fill
+from paceline.checkpoint.weights import (
+    COMPANIONS,
+    CheckpointSource,
+    ExportJob,
+    ForeignWeights,
+    WeightSource,
+    companions,
+)
+from paceline.config.lora import is_adapter
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.errors import CheckpointError
 from paceline.models.precision import compute_dtype
 from paceline.training.exports import clean_exports, export_folder, is_current, make_room, put_in_place
 from paceline.training.setup import Parts
+from paceline.training.start_weights import fill_from
 
 log = logging.getLogger(__name__)
 
 
-def load_initial(parts: Parts, registry: Registry, run_folder: Path, ranks: Ranks) -> None:
+def load_initial(parts: Parts, registry: Registry, run_folder: Path, ranks: Ranks) -> WeightSource:
     """Fills the weights from `model.init_from`, each rank its part, and keeps what goes along with them. Collective.
+
+    Adapters stay as they are.
+
+    Returns:
+        what it has read from.
 
     Raises:
         CheckpointError: nothing that can be read is there, or the weights are not those of this model.
     """
-    path, into = Path(parts.config.model.init_from), parts.engine.weights()
+    path = Path(parts.config.model.init_from)
+    into = {name: value for name, value in parts.engine.weights().items() if not is_adapter(name)}
     foreign = _foreign(path, registry, parts.config)
+    source: WeightSource
     if foreign is None:
-        source = CheckpointSource(path, ranks=ranks)
-        source.fill(into)
-        folder = source.checkpoint.folder
-        files = companions(folder, folder.parent.parent)
+        checkpoint = CheckpointSource(path, ranks=ranks)
+        fill_from(checkpoint, into)
+        folder = checkpoint.checkpoint.folder
+        source, files = checkpoint, companions(folder, folder.parent.parent)
     else:
+        source = foreign.weights
         # a rank that fails alone would leave the others waiting
-        ranks.gather(f"reading {path}", lambda: fill(foreign.weights, into))
+        ranks.gather(f"reading {path}", lambda: fill_from(foreign.weights, into))
         files = dict(foreign.files)
     parts.engine.publish_weights()
     ranks.from_first("keeping the files of the first weights", lambda: _keep(files, run_folder / COMPANIONS))
+    return source
+
+
+def open_weights(path: Path, registry: Registry, config: RunConfig) -> WeightSource:
+    """What `model.init_from` names, to be read by one process.
+
+    Raises:
+        CheckpointError: nothing that can be read is there.
+    """
+    foreign = _foreign(path, registry, config)
+    return CheckpointSource(path) if foreign is None else foreign.weights
 
 
 def _foreign(path: Path, registry: Registry, config: RunConfig) -> ForeignWeights | None:
@@ -102,6 +130,8 @@ class Exporter:
             dtype=compute_dtype(config.train.precision),
             files=self._ranks.from_first("looking for files", lambda: self._files()),
             ranks=self._ranks,
+            lora=config.lora,
+            base=config.model.init_from,
         )
 
     def _failure(self, folder: Path, error: CheckpointError) -> CheckpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.checkpoint.adapters import BASE, BaseReference
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.checkpoint.state import TrainState, restore_rng
@@ -17,10 +18,20 @@ from paceline.training.trainer import Progress
 class RunSaver:
     """Hands the state of a run to the checkpoint manager."""
 
-    def __init__(self, parts: Parts, manager: CheckpointManager, datasets: Datasets) -> None:
+    def __init__(
+        self, parts: Parts, manager: CheckpointManager, datasets: Datasets, base: BaseReference | None = None
+    ) -> None:
+        """``base``: with adapters, the weights that they belong to."""
+        self.base = base
         self.parts = parts
         self.manager = manager
         self.datasets = datasets
+
+    def prepare(self) -> None:
+        """Makes ready for the first checkpoint that is written while training goes on. Collective."""
+        config = self.parts.config
+        if config.train.steps >= config.checkpoint.interval:
+            self.manager.prepare(values(self.parts))
 
     def save(self, progress: Progress, *, wait: bool = False) -> None:
         """Starts to write a checkpoint; returns when weights and moments may change again.
@@ -41,7 +52,7 @@ class RunSaver:
             sample_order={"train": self.datasets.train.identity},
             world_size=parts.info.world_size,
             versions=versions(),
-            extra={"optimizer_updates": updates},
+            extra={"optimizer_updates": updates} | ({} if self.base is None else {BASE: self.base.as_json()}),
         )
         contents = Contents(
             values=values(parts), state=state, recipe=dump_recipe(parts.config), rng=rng_state(parts.device)
@@ -50,8 +61,9 @@ class RunSaver:
 
 
 def values(parts: Parts) -> dict[str, ShardedValue]:
-    """All tensors of a run, under the names that checkpoints use."""
-    model = {f"model/{name}": value for name, value in parts.engine.weights().items()}
+    """All tensors of a run, under the names that checkpoints use; with adapters, those that learn."""
+    learned = parts.config.lora.learns if parts.config.lora.on else lambda name: True
+    model = {f"model/{name}": value for name, value in parts.engine.weights().items() if learned(name)}
     return model | {f"optim/{name}": value for name, value in parts.optimizer.state().items()}
 
 

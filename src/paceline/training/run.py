@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 
+from paceline.checkpoint.adapters import BaseReference
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint
@@ -34,6 +35,7 @@ from paceline.runtime.process import ProcessInfo, launch_findings, process_group
 from paceline.runtime.seed import seed_all, set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
+from paceline.training.adapters import begin_adapters, load_base
 from paceline.training.exports import mark_outdated
 from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.foreign import Exporter, load_initial
@@ -43,6 +45,7 @@ from paceline.training.resume import Start, check_sample_order, claim_folder, fi
 from paceline.training.samples import draw_samples, keep_tokenizer
 from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
 from paceline.training.start_up import StartUpHook
+from paceline.training.start_weights import load_reference
 from paceline.training.summary import Summary, summarize
 from paceline.training.trainer import Progress, Trainer
 from paceline.training.validate import Evaluation, Evaluator, with_prefix
@@ -175,7 +178,8 @@ class _Run:
         self._phase("data")
         parts = build_parts(self.config, self.registry, self.info, self.device, done=self._phase)
         seed_all(self.config.run.seed, rank=self.info.rank)
-        self._load(parts, checkpoint)
+        base = self._load(parts, checkpoint)
+        load_reference(parts.reference, self.config, self.registry, self.ranks)
         if self.info.is_main:
             self.folder.truncate_metrics(start.progress.step)
             keep_tokenizer(self.folder.path, datasets.tokenizer_info)
@@ -183,7 +187,8 @@ class _Run:
             for report in datasets.reports:
                 log.info("%s", report)
         self._mark_exports(start.progress.step)
-        saver = RunSaver(parts, self.manager, datasets)
+        saver = RunSaver(parts, self.manager, datasets, base)
+        saver.prepare()
         recorder = build_recorder(parts)
         hooks = self._hooks([] if recorder is None else [recorder, build_capture(parts, recorder)])
         trainer = self._trainer(parts, datasets, saver, hooks, start.progress, recorder)
@@ -208,15 +213,23 @@ class _Run:
     def _open_data(self, train_samples: int) -> Datasets:
         return open_datasets(self.config, self.registry, train_samples=train_samples)
 
-    def _load(self, parts: Parts, checkpoint: Checkpoint | None) -> None:
+    def _load(self, parts: Parts, checkpoint: Checkpoint | None) -> BaseReference | None:
+        """Returns, with adapters, the weights that they belong to."""
+        base = None
+        if self.config.lora.on:
+            base = load_base(parts, self.registry, self.folder.path, self.ranks, checkpoint)
+            self._phase("base")
         if checkpoint is not None:
             restore(parts, self.manager, checkpoint)
             log.info("going on from %s", checkpoint.folder)
             self._phase("checkpoint")
+        elif base is not None:
+            begin_adapters(parts, self.registry, self.ranks)
         elif self.config.model.init_from:
             load_initial(parts, self.registry, self.folder.path, self.ranks)
             log.info("weights from %s; optimizer, schedule and data start anew", self.config.model.init_from)
             self._phase("weights")
+        return base
 
     def _hooks(self, first: Sequence[Hook]) -> Hooks:
         hooks = list(first)

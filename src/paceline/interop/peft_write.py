@@ -1,0 +1,202 @@
+"""Adapters that we trained, as PEFT's folder: `adapter_config.json` and `adapter_model.safetensors`.
+
+Adapters are small, so all of one is gathered in the memory of the first rank, in fp32 as PEFT keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.checkpoint.adapters import Pair
+from paceline.checkpoint.files import sync_folder
+from paceline.checkpoint.weights import ExportJob
+from paceline.config.lora import LoraConfig, is_adapter
+from paceline.config.model import ModelConfig
+from paceline.errors import CheckpointError, ConfigError
+from paceline.interop.hf_links import hf_links
+from paceline.interop.links import Link
+from paceline.interop.peft import CONFIG, WEIGHTS
+from paceline.interop.sidecars import hub_config, read_template
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterNames:
+    """What PEFT calls the linears of a model that have adapters."""
+
+    modules: Mapping[str, Link]
+    """Our matrix -> its link; `link.theirs` is the module's weight."""
+    model_type: str
+    others: tuple[str, ...]
+    """Matrices of theirs without an adapter."""
+
+
+def adapter_names(model: ModelConfig, lora: LoraConfig, template: dict[str, Any] | None = None) -> AdapterNames:
+    """Raises ConfigError where PEFT has no module for a linear by itself, or no family has words for the model."""
+    model_type = str(hub_config(model, template=template)["model_type"])
+    table = hf_links(model, model_type)
+    found = {name: links[0] for name, links in table.links.items() if lora.adapts(name)}
+    joined = [name for name, link in found.items() if table.their_shapes()[link.theirs].numel() > link.ours_at.numel]
+    if joined:
+        raise ConfigError(
+            f"an adapter of {joined[0]} cannot be written for PEFT: the family {model_type} has queries, keys and "
+            "values in one matrix",
+            evidence="PEFT has one pair for that matrix, ours has one for each of the three.",
+            next_step="Leave q_proj, k_proj and v_proj out of lora.targets, or merge: paceline convert RUN NEW.",
+        )
+    theirs = {link.theirs for link in found.values()}
+    others = tuple(name for name in table.their_shapes() if name.endswith(".weight") and name not in theirs)
+    return AdapterNames(modules=found, model_type=model_type, others=others)
+
+
+def peft_tensors(pairs: Mapping[str, Pair], names: AdapterNames) -> dict[str, Tensor]:
+    """An adapter's tensors under PEFT's names, fp32."""
+    found = {}
+    for ours, link in names.modules.items():
+        pair, module = pairs[ours], _PREFIX + link.theirs.removesuffix(".weight")
+        found[f"{module}.lora_A.weight"] = pair.down.float().contiguous()
+        found[f"{module}.lora_B.weight"] = _their_rows(pair.up, link)
+        if pair.magnitude is not None:
+            found[f"{module}.lora_magnitude_vector"] = _their_rows(pair.magnitude, link)
+    return found
+
+
+def _their_rows(value: Tensor, link: Link) -> Tensor:
+    value = value.float()
+    if link.rows is not None:
+        value = torch.empty_like(value).index_copy_(0, link.rows, value)
+    return value.contiguous()
+
+
+def peft_config(lora: LoraConfig, names: AdapterNames, base: str) -> dict[str, Any]:
+    """`adapter_config.json`; ``base`` is the folder or hub name of the weights that the adapter belongs to."""
+    modules = [link.theirs.removesuffix(".weight") for link in names.modules.values()]
+    leaves = sorted({module.rpartition(".")[2] for module in modules})
+    # PEFT takes an entry for the end of a module's name: short ones only where nothing else ends so
+    short = not any(name.removesuffix(".weight").rpartition(".")[2] in leaves for name in names.others)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": leaves if short else modules,
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.dora,
+        "bias": "none",
+        "fan_in_fan_out": names.model_type == "gpt2",
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "revision": None,
+    }
+
+
+def write_peft(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], files: Mapping[str, bytes]
+) -> int:
+    """Writes ``folder``, which appears when it is complete, and returns the bytes of its tensors.
+
+    Args:
+        files: name -> content of what goes along: the tokenizer.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.mkdir(parents=True)
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
+        save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
+        (temporary / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        sync_folder(temporary)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"the adapter {folder} could not be written",
+            evidence=str(error),
+            next_step="Look at the disk and its rights.",
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+# ---- out of a running training
+
+
+def export_peft(job: ExportJob) -> None:
+    """Writes ``job.folder``: PEFT's adapter, from any layout. Collective.
+
+    Raises:
+        ConfigError: PEFT has no words for it.
+        CheckpointError: it could not be written, on all ranks; nothing of it is left.
+    """
+    template = job.ranks.from_first("reading the first config", lambda: read_template(job.files))
+    names = adapter_names(job.model, job.lora, template)
+    found = job.ranks.exchange(
+        "gathering adapters", lambda: _own(job), lambda parts: [_whole(job, parts), *_nothing(job)]
+    )
+
+    def write() -> None:
+        pairs = _pairs(found, job.lora)
+        files = {name: path.read_bytes() for name, path in job.files.items() if name != "config.json"}
+        write_peft(job.folder, peft_config(job.lora, names, job.base), peft_tensors(pairs, names), files)
+
+    job.ranks.from_first(f"writing {job.folder}", write)
+
+
+_Part = tuple[str, tuple[int, ...], Tensor]
+
+
+def _own(job: ExportJob) -> list[_Part]:
+    return [
+        (name, piece.offsets, piece.tensor.detach().to("cpu", torch.float32))
+        for name, value in job.values.items()
+        for piece in value.pieces
+        if is_adapter(name) and piece.saved and piece.tensor.numel()
+    ]
+
+
+def _nothing(job: ExportJob) -> Iterable[dict[str, Tensor]]:
+    return ({} for _ in range(job.ranks.world_size - 1))
+
+
+def _whole(job: ExportJob, by_rank: list[list[_Part]]) -> dict[str, Tensor]:
+    """Global tensors, of the parts of all ranks."""
+    found = {name: torch.full(value.global_shape, torch.nan) for name, value in job.values.items() if is_adapter(name)}
+    for name, offsets, part in (part for parts in by_rank for part in parts):
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+        found[name][box] = part
+    return found
+
+
+def _pairs(tensors: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Pair]:
+    return {
+        name.removesuffix("lora_a") + "weight": Pair(
+            down=down,
+            up=tensors[name.removesuffix("lora_a") + "lora_b"],
+            scale=lora.scale,
+            magnitude=tensors.get(name.removesuffix("lora_a") + "lora_magnitude"),
+        )
+        for name, down in tensors.items()
+        if name.endswith(".lora_a")
+    }
