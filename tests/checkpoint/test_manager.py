@@ -20,6 +20,7 @@ from paceline.checkpoint.locate import find_checkpoint, newest_whole, step_folde
 from paceline.checkpoint.manager import CheckpointManager, to_remove
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.checkpoint.ranks import Ranks
+from paceline.checkpoint.staging import HostBuffers
 from paceline.checkpoint.state import TrainState
 from paceline.checkpoint.store import Contents
 from paceline.config.checkpoint import CheckpointConfig
@@ -190,6 +191,39 @@ def test_training_goes_on_while_the_checkpoint_is_written(tmp_path, monkeypatch)
     go_on.set()
     manager.wait()
     assert loaded_step(manager) == 1
+
+
+def test_the_first_save_finds_its_memory_taken(tmp_path, monkeypatch):
+    taken = []
+    make_room = HostBuffers._make_room
+
+    def counted(buffers, blocks, **how):
+        before = buffers.num_bytes
+        make_room(buffers, blocks, **how)
+        taken.append(buffers.num_bytes - before)
+
+    monkeypatch.setattr(HostBuffers, "_make_room", counted)
+    manager, weights = make(tmp_path, interval=1), torch.full((1000,), 1.0)
+    values = {"model/a": ShardedValue.from_full(weights)}
+    manager.prepare(values)
+    manager.save(Contents(values=values, state=TrainState(step=1)))
+    manager.close()
+    assert taken[0] >= 4000 and taken[1:] == [0] and loaded_step(manager) == 1
+    taken.clear()
+    make(tmp_path, interval=0).prepare(values)
+    make(tmp_path, interval=1, async_save=False).prepare(values)
+    assert not taken
+
+
+def test_memory_that_is_not_there_is_the_first_save_s_error(tmp_path, monkeypatch):
+    def none_left(*args, **how):
+        raise MemoryError("none left")
+
+    manager, values = make(tmp_path, interval=1), {"model/a": ShardedValue.from_full(torch.ones(10))}
+    monkeypatch.setattr(HostBuffers, "_make_room", none_left)
+    manager.prepare(values)
+    with pytest.raises(MemoryError, match="none left"):
+        manager.save(Contents(values=values, state=TrainState(step=1)))
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_call_once(tmp_path, monkeypatch):

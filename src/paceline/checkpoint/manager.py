@@ -49,6 +49,11 @@ class CheckpointManager:
         """Whether ``step``, just done, is one of those that ``checkpoint.interval`` asks for."""
         return self._config.interval > 0 and step % self._config.interval == 0
 
+    def prepare(self, values: Mapping[str, ShardedValue]) -> None:
+        """Makes ready for the first save in the background of ``values``, if there is to be one. Collective."""
+        if self._config.interval and self._config.async_save:
+            self._writer.prepare(values)
+
     def save(self, contents: Contents, *, wait: bool = False) -> None:
         """Saves ``contents`` under its step; a second save of one step does nothing.
 

@@ -41,9 +41,16 @@ class HostBuffers:
     def num_bytes(self) -> int:
         return sum(slab.nbytes for slab in self._slabs)
 
+    def make_room(self, blocks: Mapping[BlockKey, Tensor]) -> None:
+        """Takes the memory for blocks of these shapes, which the next ``copy`` then need not wait for.
+
+        To pin memory takes a quarter of a second a GiB and more: seconds for what a GPU of a large model holds.
+        """
+        self._make_room(blocks, pinned=any(tensor.is_cuda for tensor in blocks.values()))
+
     def copy(self, blocks: Mapping[BlockKey, Tensor]) -> Staged:
         devices = {tensor.device for tensor in blocks.values() if tensor.is_cuda}
-        self._make_room(blocks, pinned=bool(devices))
+        self.make_room(blocks)
         for key, tensor in blocks.items():
             self._places[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         events = []

@@ -31,7 +31,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.files import ChecksumWriter, FileEntry, replace_file, sync_folder, write_file
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.pieces import ShardedValue
-from paceline.checkpoint.planner import PieceLoadPlanner, PieceSavePlanner, block_key, unfilled
+from paceline.checkpoint.planner import BlockKey, PieceLoadPlanner, PieceSavePlanner, block_key, unfilled
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.staging import HostBuffers, Staged
 from paceline.checkpoint.state import TrainState
@@ -65,7 +65,16 @@ class CheckpointWriter:
         self._buffers = HostBuffers()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
+        self._making_room: Future[None] | None = None
         self._plan: _GlobalPlan | None = None
+
+    def prepare(self, values: Mapping[str, ShardedValue]) -> None:
+        """Plans who writes what and takes the host memory for it, the latter in the background.
+
+        A first save of these values then waits for neither.
+        """
+        _, mine = self._planned(values)
+        self._making_room = self._thread.submit(self._buffers.make_room, mine)
 
     def save(
         self,
@@ -86,14 +95,13 @@ class CheckpointWriter:
                 remains; earlier checkpoints are untouched.
         """
         self.wait()
-        planner = PieceSavePlanner()
-        planner.set_up_planner(dict(contents.values), is_coordinator=self._ranks.is_first)
-        plan = self._plan_for(planner)
-        mine = {block_key(item): planner.blocks[block_key(item)] for item in plan.mine.items}
+        planner, mine = self._planned(contents.values)
         # the small files are made now: the training step goes on to change what they say
         small = _small_files(contents, self._ranks)
+        self._wait_for_room()
         staged = self._buffers.copy(mine) if background else Staged(blocks=mine, wait=lambda: None)
-        job = _Job(folder=folder, step=contents.state.step, plan=plan, planner=planner, small=small, then=then)
+        assert self._plan is not None
+        job = _Job(folder=folder, step=contents.state.step, plan=self._plan, planner=planner, small=small, then=then)
         if background:
             self._running = self._thread.submit(self._write, job, staged)
         else:
@@ -115,6 +123,18 @@ class CheckpointWriter:
             self.wait()
         finally:
             self._thread.shutdown()
+
+    def _wait_for_room(self) -> None:
+        making, self._making_room = self._making_room, None
+        if making is not None:
+            making.exception()  # what went wrong there goes wrong again in the copy, which says so
+
+    def _planned(self, values: Mapping[str, ShardedValue]) -> tuple[PieceSavePlanner, dict[BlockKey, Tensor]]:
+        """The blocks of ``values`` that this rank writes; the plan of all ranks is `_plan`."""
+        planner = PieceSavePlanner()
+        planner.set_up_planner(dict(values), is_coordinator=self._ranks.is_first)
+        plan = self._plan_for(planner)
+        return planner, {block_key(item): planner.blocks[block_key(item)] for item in plan.mine.items}
 
     def _plan_for(self, planner: PieceSavePlanner) -> _GlobalPlan:
         """Who writes which block. Made once, and again only when some rank's pieces have changed."""
