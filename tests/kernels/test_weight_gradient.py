@@ -69,7 +69,14 @@ def test_it_adds_the_product_on_a_gpu(shape: tuple[int, int, int], place: torch.
     expected = found.clone()
     accumulate_product(found, grad_MD, x_MC, first=False)
     accumulate_product_reference(expected, grad_MD, x_MC, first=False)
-    torch.testing.assert_close(found, expected)
+    if place != torch.bfloat16:
+        torch.testing.assert_close(found, expected)
+        return
+    # cuBLAS may round the product before it adds it: half a step of the product, and of each sum
+    product = (grad_MD.double().T @ x_MC.double()).abs()
+    half_a_step = 2**-9 * 1.01
+    bound = half_a_step * (product + found.double().abs() + expected.double().abs()) + 1e-6
+    assert bool(((found.double() - expected.double()).abs() <= bound).all())
 
 
 @pytest.mark.gpu
