@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.config.lora import LoraConfig
 from paceline.config.model import MoESpec
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
@@ -104,7 +105,7 @@ def build_parts(
         config,
         stages=spread.stages,
         engine=engine,
-        plain=lambda: build_model(config, dtype=dtype),
+        plain=lambda: build_model(config.model_copy(update={"lora": LoraConfig()}), dtype=dtype),
         mesh=mesh,
         device=device,
     )
