@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.data import app
 from paceline.data.indexed import IndexedDataset, bin_path, idx_path
-from paceline.errors import DataError
+from paceline.errors import ConfigError, DataError
 
 runner = CliRunner()
 
@@ -122,3 +122,35 @@ def test_strict(texts: Path, tmp_path: Path) -> None:
     (texts / "bad.txt").write_bytes(b"\xff")
     fails("bad.txt, line 1, byte 0: invalid UTF-8", "build", texts, "-o", tmp_path / "d", "-t", "byte", "--strict")
     assert "1 invalid UTF-8" in call("build", texts, "-o", tmp_path / "d", "-t", "byte")
+
+
+def test_inspect_shows_rows_as_a_task_learns_them(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "Say fox"}, {"role": "assistant", "content": "fox"}]},
+        {"messages": [{"role": "user", "content": "Say nothing"}, {"role": "assistant", "content": ""}]},
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ("inspect", path, "--task", "sft", "--tokenizer", "byte", "--template", "chatml", "--seq-len", 128)
+    output = call(*command)
+    assert "2 rows, 1 example for sft" in output
+    assert f"{path}:2: empty assistant turn" in output
+    assert "«fox<|im_end|>»" in output, "what is learned is seen without colours"
+    assert "1 sequence of up to 128 tokens, 55.5% full" in output
+    found = json.loads(call(*command, "--json"))
+    assert found["bad_rows"]["kinds"] == {"empty assistant turn": 1}
+    (document,) = found["shown"][0]["documents"]
+    assert [(stretch["text"], stretch["learned"]) for stretch in document["stretches"]] == [
+        ("<|im_start|>user\nSay fox<|im_end|>\n<|im_start|>assistant\n", False),
+        ("fox<|im_end|>", True),
+    ]
+    pair = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})
+    path.write_text(pair + "\n")
+    output = call("inspect", path, "--task", "dpo", "--tokenizer", "byte", "--template", "chatml")
+    assert ", chosen: " in output and "«b<|im_end|>»" in output and ", rejected: " in output
+    error = fails("holds rows, not a dataset of tokens", "inspect", path)
+    assert "--task sft" in error.next_step
+    with pytest.raises(ConfigError, match="is no task that reads rows"):
+        call("inspect", path, "--task", "ppo")
+    with pytest.raises(ConfigError, match=r"data\.mask"):
+        call(*command, "--mask", "turns")

@@ -86,15 +86,15 @@ def test_too_long_is_refused_cut_or_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat("a"), chat("b", "x" * 200), chat("y" * 200)])
     with pytest.raises(DataError) as error:
         build(train=path)
-    assert "2 of 3 rows cannot be used: 2 longer than a row" in error.value.subject
-    assert f"{path}:2: longer than a row: 227 tokens, a row has 128" in error.value.evidence
+    assert "2 of 3 rows cannot be used: 2 longer than a sequence" in error.value.subject
+    assert f"{path}:2: longer than a sequence: 227 tokens, train.seq_len = 128" in error.value.evidence
     assert "train.seq_len" in error.value.next_step and "data.too_long" in error.value.next_step
     cut = build(train=path, too_long="truncate")
     assert examples(cut) == 2, "the answer of the third begins beyond the row"
-    assert "2 examples longer than a row cut" in cut.reports[0].note
+    assert "2 examples longer than a sequence cut" in cut.reports[0].note
     dropped = build(train=path, too_long="drop")
     assert examples(dropped) == 1
-    assert "2 examples longer than a row left out" in dropped.reports[0].note
+    assert "2 examples longer than a sequence left out" in dropped.reports[0].note
     with pytest.raises(DataError, match=r"no example fits into train\.seq_len = 16"):
         build(train=path, too_long="drop", seq_len=16)
 

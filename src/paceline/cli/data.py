@@ -187,13 +187,37 @@ def _print_summary(console: Console, summary: BuildSummary) -> None:
 
 @app.command()
 def inspect(
-    prefix: Annotated[str, typer.Argument(help="Dataset: the path without .bin or .idx.")],
-    samples: Annotated[int, typer.Option(help="Documents to show, spread evenly over the dataset.")] = 3,
+    prefix: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="Dataset: the path without .bin or .idx. With --task a file or folder of rows."
+        ),
+    ],
+    samples: Annotated[int, typer.Option(min=0, help="Documents to show, spread evenly over the dataset.")] = 3,
     document: Annotated[int, typer.Option(help="Show this document instead; from 0.", show_default=False)] = -1,
-    tokens: Annotated[int, typer.Option(help="Tokens to show of each.")] = 60,
+    tokens: Annotated[int, typer.Option(help="Tokens to show of each document of a dataset.")] = 60,
     tokenizer: Annotated[str, typer.Option(help="For decoding; default: the one that the dataset names.")] = "",
+    task: Annotated[
+        str, typer.Option(help="sft, dpo, orpo, reward, kto or pretrain: show rows as that task learns them.")
+    ] = "",
+    template: Annotated[
+        str, typer.Option(help="Chat template: a name or a Jinja file; default: the tokenizer's own.")
+    ] = "",
+    mask: Annotated[str, typer.Option(help="What is learned: assistant, last or all.")] = "assistant",
+    seq_len: Annotated[int, typer.Option(min=2, help="train.seq_len of the run.")] = 4096,
+    packing: Annotated[str, typer.Option(help="pack, none or buckets.")] = "pack",
+    batch: Annotated[int, typer.Option(min=1, help="train.global_batch_size of the run.")] = 64,
+    cache_dir: Annotated[str, typer.Option(help="Where tokens are kept for the run; default: beside the data.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="With --task: print JSON for programs.")] = False,
 ) -> None:
     """Show what is in a dataset: documents, tokens, lengths, decoded samples.
+
+    With [bold]--task[/bold], DATA are rows: conversations, preference pairs, judged answers or
+    text in .json, .jsonl, .parquet or .txt, a folder of them, or an entry of
+    LLaMA-Factory's description, FILE#NAME. Shown are examples as the run
+    would learn them, with what is learned in green and between « and »; rows
+    that cannot be used, with file, line and reason; lengths; and how full
+    sequences get.
 
     [bold]Examples[/bold]
 
@@ -202,7 +226,45 @@ def inspect(
       paceline data inspect data/texts-train --document 17 --tokens 400
 
       paceline data inspect old/corpus_text_document --tokenizer gpt2/
+
+      paceline data inspect chats.jsonl --task sft --tokenizer llama3/
+
+      paceline data inspect data/dataset_info.json#dpo_en_demo --task dpo \\
+        --tokenizer byte --template chatml
     """
+    from paceline.cli.data_rows import inspect_rows
+    from paceline.config.data import names_rows
+    from paceline.errors import DataError
+
+    if task:
+        options = {
+            "tokenizer": tokenizer,
+            "template": template,
+            "mask": mask,
+            "packing": packing,
+            "cache_dir": cache_dir,
+        }
+        inspect_rows(
+            [prefix],
+            task=task,
+            options=options,
+            seq_len=seq_len,
+            global_batch_size=batch,
+            samples=samples,
+            example=document,
+            as_json=as_json,
+        )
+        return
+    if names_rows(prefix):
+        raise DataError(
+            f"{prefix} holds rows, not a dataset of tokens",
+            evidence="How rows become tokens depends on what is learned from them.",
+            next_step="Say which task: --task sft (or dpo, orpo, reward, kto, pretrain).",
+        )
+    _inspect_dataset(prefix, samples=samples, document=document, tokens=tokens, tokenizer=tokenizer)
+
+
+def _inspect_dataset(prefix: str, *, samples: int, document: int, tokens: int, tokenizer: str) -> None:
     from paceline.data.indexed import IndexedDataset
     from paceline.data.inspection import document_tokens, length_report
     from paceline.data.sidecar import read_sidecar

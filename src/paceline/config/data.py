@@ -53,10 +53,10 @@ class DataConfig(Section):
     mask: Literal["assistant", "last", "all"] = "assistant"
     """What of a conversation is learned: all answers of the assistant, the last one, or every token."""
     packing: Literal["pack", "none", "buckets"] = "pack"
-    """`pack` fills rows of `train.seq_len` with whole examples that do not see each other, `none` gives each a row,
-    `buckets` too, in rows only as long as a global batch needs."""
+    """`pack` fills sequences of `train.seq_len` with whole examples that do not see each other, `none` gives each its
+    own, `buckets` too, only as long as a global batch needs."""
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
-    """What is done with examples longer than a row; those cut or left out are counted."""
+    """What is done with examples longer than `train.seq_len`; those cut or left out are counted."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What is done where rows cannot be used: `refuse` lists them and stops, `skip` counts them."""
     epochs: float = Field(0.0, ge=0)
@@ -83,7 +83,7 @@ class DataConfig(Section):
         after pre-training, before it where a file of rows is named."""
         if self.is_synthetic:
             return False
-        return task in ROW_TASKS or any(_names_rows(path) for path in self._paths())
+        return task in ROW_TASKS or any(names_rows(path) for path in self._paths())
 
     def _paths(self) -> Iterable[str]:
         return (self.train,) if isinstance(self.train, str) else [source.path for source in self.train]
@@ -93,5 +93,6 @@ ROW_TASKS = ("sft", "dpo", "orpo", "reward", "kto")
 """Tasks that learn from rows."""
 
 
-def _names_rows(path: str) -> bool:
+def names_rows(path: str) -> bool:
+    """Whether a path is one of rows by its name."""
     return "#" in path or path.endswith(ROW_SUFFIXES)

@@ -20,7 +20,7 @@ STEPS: Mapping[str, str] = {
     "unknown role": "Name the roles in the tags of a dataset_info.json, or rename them.",
     UNSTABLE: "Set data.mask = 'last', choose another data.template (chatml tells them), or mark the answers in the "
     "template with {% generation %}.",
-    "longer than a row": "Raise train.seq_len, or set data.too_long = 'truncate' or 'drop'.",
+    "longer than a sequence": "Raise train.seq_len, or set data.too_long = 'truncate' or 'drop'.",
 }
 """The next step where a kind of fault has one of its own."""
 

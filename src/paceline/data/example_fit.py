@@ -1,4 +1,4 @@
-"""Which examples fit into a row, and what is done with the others?"""
+"""Which examples fit into a sequence of the model, and what is done with the others?"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Fitted:
 
     selection: Selection
     too_long: Tally
-    """examples longer than a row"""
+    """examples longer than a sequence"""
     policy: str
 
 
 def fit(selection: Selection, seq_len: int, policy: str, *, what: str = "the data") -> Fitted:
-    """Refuses, cuts or leaves out what is longer than a row of ``seq_len`` tokens.
+    """Refuses, cuts or leaves out what is longer than a sequence of ``seq_len`` tokens.
 
-    A pair must fit into one row, a judged answer twice (with its mismatched one): they are cut at the end of their
+    A pair must fit into one sequence, a judged answer twice (with its mismatched one): they are cut at the end of their
     answers. One of which no answer would be left is left out.
 
     Raises:
@@ -37,13 +37,13 @@ def fit(selection: Selection, seq_len: int, policy: str, *, what: str = "the dat
     lengths = selection.lengths.copy()
     for member in np.flatnonzero(sizes > seq_len).tolist():
         path, line = selection.examples.place(int(selection.members[member]))
-        detail = f"{sizes[member]:,} tokens{_counted(selection.task)}, a row has {seq_len:,}"
+        detail = f"{sizes[member]:,} tokens{_counted(selection.task)}, train.seq_len = {seq_len:,}"
         kept[member] = False
         if policy == "truncate":
             lengths[member] = _cut(lengths[member], seq_len, selection.task)
             kept[member] = _has_answer(selection, member, lengths[member])
             detail += "; cut" if kept[member] else "; left out, its answer begins beyond"
-        tally.add(BadRow(path=path, line=line, kind="longer than a row", detail=detail))
+        tally.add(BadRow(path=path, line=line, kind="longer than a sequence", detail=detail))
     if policy == "refuse":
         apply_policy(tally, "refuse", what)
     if not kept.any():

@@ -157,7 +157,7 @@ class _Builder:
         if self.config.packing == "buckets":
             raise ConfigError(
                 "data.packing = 'buckets' with sources of different weights",
-                evidence="A bucket's batch has rows of one length; a blend draws rows one by one.",
+                evidence="A bucket's batch has sequences of one length; a blend draws them one by one.",
                 next_step="Set data.packing = 'pack', or give all sources the same weight.",
             )
         shares = normalized(weights)
@@ -184,7 +184,7 @@ class _Builder:
         if samples > fitting * batch:
             raise ConfigError(
                 f"train.steps asks for {samples / rows:.3g} epochs, data.epochs = {epochs:g}",
-                evidence=f"An epoch has {rows:,} rows; a step takes train.global_batch_size = {batch:,}.",
+                evidence=f"An epoch has {rows:,} sequences; a step takes train.global_batch_size = {batch:,}.",
                 next_step=f"Set train.steps = {fitting:,}".replace(",", "") + ".",
             )
 
@@ -207,10 +207,10 @@ class _Builder:
 
 def _note(fitted: Fitted, source: ExampleRows, tally: Tally) -> str:
     full = int(fitted.selection.sizes.sum()) / source.tokens_an_epoch
-    parts = [f"{len(fitted.selection.members):,} examples in {len(source.rows):,} rows, {full:.1%} full"]
+    parts = [f"{len(fitted.selection.members):,} examples in {len(source.rows):,} sequences, {full:.1%} full"]
     if tally.bad:
         parts.append(f"skipped: {tally.summary()}")
     if fitted.too_long.bad:
         verb = {"truncate": "cut", "drop": "left out"}[fitted.policy]
-        parts.append(f"{fitted.too_long.bad:,} examples longer than a row {verb}")
+        parts.append(f"{fitted.too_long.bad:,} examples longer than a sequence {verb}")
     return "; ".join(parts)
