@@ -1,4 +1,4 @@
-"""`paceline eval`: how well does a model predict a text?"""
+"""`paceline eval`: how well does a model predict a text, or solve tasks?"""
 
 from __future__ import annotations
 
@@ -28,12 +28,29 @@ def evaluate(
     ],
     data: Annotated[
         str,
-        typer.Argument(metavar="DATA", help="A dataset (its prefix, as in data.train), or a .txt file."),
-    ],
+        typer.Argument(metavar="[DATA]", help="A dataset (its prefix, as in data.train), or a .txt file."),
+    ] = "",
+    tasks: Annotated[
+        str,
+        typer.Option("--tasks", help="Tasks of lm-evaluation-harness in place of DATA: hellaswag,arc_easy."),
+    ] = "",
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", min=0, help="Solved examples before each question of a task.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Questions of each task, for a try; 0 = all.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask tasks as turns of a user, by the model's chat template.")
+    ] = False,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", help="A folder with tasks of your own (YAML).")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write all results of tasks there, as JSON.")] = None,
     seq_len: Annotated[
         int, typer.Option("--seq-len", min=0, help="Tokens of a window; 0 = as in training, or at most 2048.")
     ] = 0,
-    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", min=1, help="Windows at a time.")] = 4,
+    micro_batch_size: Annotated[
+        int, typer.Option("--micro-batch-size", min=1, help="Windows, or questions, at a time.")
+    ] = 4,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="Stop after so many; 0 = all.")] = 0,
     tokenizer: Annotated[str, typer.Option("--tokenizer", help="Another one than the model's, for a text file.")] = "",
     adapter: Annotated[Path | None, typer.Option("--adapter", help="A PEFT LoRA adapter of the model.")] = None,
@@ -41,7 +58,7 @@ def evaluate(
     tp: Annotated[int, typer.Option("--tp", min=0, help="Cards that share the model; 0 = as few as it fits on.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """How well a model predicts a text: `paceline eval runs/demo data/mine-valid`.
+    """How well a model predicts a text, or solves tasks: `paceline eval runs/demo data/mine-valid`.
 
     Loss in nats a token, perplexity, and bits per byte where the length of the
     text is known. The text is read as one stream in windows of --seq-len; every
@@ -50,7 +67,15 @@ def evaluate(
 
       paceline eval runs/demo data/mine-valid
       paceline eval Qwen3-0.6B book.txt --seq-len 4096 --json
+
+    With --tasks: lm-evaluation-harness asks the model (pip install
+    "paceline[eval]"), through its own interface.
+
+      paceline eval Qwen3-0.6B --tasks hellaswag,arc_easy --num-fewshot 5
     """
+    if bool(data) == bool(tasks):
+        what = "DATA and --tasks are both given" if data else "there is nothing to evaluate on"
+        raise ConfigError(what, next_step="Give a dataset or a text file, or --tasks hellaswag.")
     asked = Asked(source=source, tokenizer=tokenizer, adapter=adapter, device=device, tp=tp)
 
     def speech() -> Speech:
@@ -58,6 +83,23 @@ def evaluate(
 
         # windows are read as prompts are, all of their tokens at once; the loss takes no logits of all of them
         return Speech(batch_size=micro_batch_size, tokens=seq_len or 2048)
+
+    if tasks:
+        from paceline.cli.evaluate_tasks import Wanted, ask, refuse_missing
+
+        wanted = Wanted(
+            tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            chat=chat,
+            include_path=include_path,
+            output=output,
+            batch_size=micro_batch_size,
+            as_json=as_json,
+        )
+        refuse_missing(wanted)
+        speak(asked, speech, lambda: sys.argv[1:], lambda speaker, is_main: ask(speaker, wanted, is_main))
+        return
 
     def body(speaker: Speaker, is_main: bool) -> None:
         _perplexity(speaker, data, seq_len, micro_batch_size, max_tokens, as_json, is_main)
@@ -132,7 +174,8 @@ def _text(path: str, speaker: Speaker) -> tuple[Iterator[NDArray], float]:
         raise DataError(
             f"{path} cannot be read as text", evidence=str(error), next_step="Give a UTF-8 text file."
         ) from error
-    tokens = np.array([speaker.tokenizer.eod_id, *speaker.tokenizer.encode(text)], dtype=np.int64)
+    begins = speaker.begins or (speaker.tokenizer.eod_id,)
+    tokens = np.array([*begins, *speaker.tokenizer.encode(text)], dtype=np.int64)
     return iter([tokens]), len(text.encode()) / max(1, len(tokens) - 1)
 
 

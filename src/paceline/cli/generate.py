@@ -194,7 +194,7 @@ def _encode(wanted: Sequence[_Wanted], speaker: Speaker, template_name: str) -> 
     from paceline.generate.decode import encode_prompt
 
     if wanted[0].question is None:
-        return [encode_prompt(speaker.tokenizer, one.prompt) for one in wanted], speaker.stop_ids
+        return [encode_prompt(speaker.tokenizer, one.prompt, speaker.begins) for one in wanted], speaker.stop_ids
     from paceline.generate.chat import answer_ends, prompt_ids, template_of
 
     template = template_of(speaker, template_name)

@@ -118,7 +118,7 @@ def complete(
     """Completes prompts that are given as ids; ``prompts`` are what they are called."""
     grown: list[list[int]] = [[] for _ in ids]
     ended: set[int] = set()
-    for batch in equal_length_batches(ids) if _has_capacity(model) else [list(range(len(ids)))]:
+    for batch in equal_length_batches(ids) if has_capacity(model) else [list(range(len(ids)))]:
         for tokens in generate_ids(model, [ids[index] for index in batch], params, numbers=batch):
             for index, token in zip(batch, tokens, strict=True):
                 if token is None:
@@ -132,9 +132,10 @@ def complete(
     ]
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt; an empty one becomes the end-of-document token, which is what every document follows."""
-    return [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.eod_id]
+def encode_prompt(tokenizer: Tokenizer, prompt: str, begins: Sequence[int] = ()) -> list[int]:
+    """Ids of a prompt behind ``begins``; an empty one becomes the end-of-document token, which is what every document
+    follows where nothing else begins one."""
+    return [*begins, *(int(token) for token in tokenizer.encode(prompt))] or [tokenizer.eod_id]
 
 
 def equal_length_batches(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -179,10 +180,11 @@ def _check_prompts(model: Transformer, prompts: Sequence[Sequence[int]]) -> None
                 evidence="model.max_seq_len of the recipe it was trained with; nothing could be added.",
                 next_step=f"Shorten the prompt to {limit - 1} tokens or fewer.",
             )
-    assert not _has_capacity(model) or len(equal_length_batches(prompts)) == 1, "capacity: prompts of one length only"
+    assert not has_capacity(model) or len(equal_length_batches(prompts)) == 1, "capacity: prompts of one length only"
 
 
-def _has_capacity(model: Transformer) -> bool:
+def has_capacity(model: Transformer) -> bool:
+    """Whether experts drop tokens beyond their capacity, so that padding must not be among them."""
     return model.config.is_moe and bool(model.config.moe.capacity_factor or model.config.moe.eval_capacity_factor)
 
 

@@ -56,6 +56,9 @@ class Speaker:
     ends: tuple[int, ...] = ()
     """Tokens that end a text where the model says so itself; otherwise the tokenizer's end of document does."""
 
+    begins: tuple[int, ...] = ()
+    """Tokens that the tokenizer of a model of another program puts before every text; none where we trained it."""
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""

@@ -10,7 +10,7 @@ import torch
 from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.weights import fill
 from paceline.config.run import RunConfig
-from paceline.data.tokenizer import load_tokenizer
+from paceline.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from paceline.generate.load import (
     Speaker,
     Spread,
@@ -54,7 +54,17 @@ def load_hub_speaker(
     model, into = empty_model(opened.model, device=device, dtype=speaking_dtype(device), spread=spread)
     fill(opened.weights, into)
     config = opened.recipe or RunConfig(model=opened.model)
-    return Speaker(model=model.eval(), tokenizer=found, config=config, ends=ends)
+    return Speaker(model=model.eval(), tokenizer=found, config=config, ends=ends, begins=_begins(opened, found))
+
+
+def _begins(opened: Opened, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What the tokenizer itself puts before a text, as Transformers has it do; a run of ours was trained without."""
+    if opened.format != "hf" or not isinstance(tokenizer, HFTokenizer):
+        return ()
+    plain = tokenizer.encode("a")
+    whole = [int(token) for token in tokenizer.backend.encode("a", add_special_tokens=True).ids]
+    before = whole.index(plain[0]) if plain and plain[0] in whole else 0
+    return tuple(whole[:before])
 
 
 def _tokenizer_of(opened: Opened) -> str:
