@@ -182,3 +182,13 @@ def _empty(folder: Path) -> Path:
 )
 def test_ranks_are_shown_briefly(ranks: list[int], text: str) -> None:
     assert show_ranks(list(ranks)) == text
+
+
+def test_rows_are_counted_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text('{"instruction": "a", "output": "b"}\n' * 40)
+    options = ["task.kind=sft", "data.tokenizer=byte", "data.template=zephyr", "model.vocab_size=257"]
+    dry_run(load_recipe(RECIPES / "tiny.toml", [f"data.train={path}", *options]), 1)
+    text = capsys.readouterr().out
+    assert "40 examples in 20 sequences" in text
+    assert sorted(tmp_path.iterdir()) == [path]

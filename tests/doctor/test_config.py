@@ -80,6 +80,14 @@ def test_datasets_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {one.id for one in judge_files(config, mounts=mounts)} <= {"recipe.disk"}
 
 
+def test_rows_are_looked_for_where_they_are_named(tmp_path: Path) -> None:
+    rows = tmp_path / "chat.jsonl"
+    config = recipe(task={"kind": "sft"}, data={"train": f"{rows}#name"}).config
+    assert "recipe.dataset" in {one.id for one in judge_files(config)}
+    rows.write_text("{}\n")
+    assert "recipe.dataset" not in {one.id for one in judge_files(config)}
+
+
 def test_room_for_checkpoints(tmp_path: Path) -> None:
     huge = resolve({"model": {"preset": "gpt3_175b"}, "run": {"dir": str(tmp_path / "run")},
                     "checkpoint": {"keep": 100_000}, "train": {"seq_len": 2048}}).config  # fmt: skip

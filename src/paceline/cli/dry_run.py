@@ -12,7 +12,8 @@ from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
-from paceline.costs.layers import count_parameters, training_flops_per_token
+from paceline.costs.adapters import count_learned, step_flops_per_token
+from paceline.costs.layers import count_parameters
 from paceline.costs.memory import MemoryEstimate, estimate_pipeline
 from paceline.costs.parameters import Holdings
 from paceline.data.indexed import IndexedDataset
@@ -49,7 +50,7 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
     asked_card(config)
     findings = check(config, recipe.registry, world_size)
     refuse_errors(findings)
-    _check_data(config, recipe.registry)
+    rows = _check_data(config, recipe.registry)
     holdings, estimates = Holdings(config, world_size), estimate_pipeline(config, world_size)
     memory = max(estimates, key=lambda found: found.total)
     several = config.parallel.pp > 1
@@ -64,6 +65,10 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
     ):
         console.print()
         print_table(console, shown)
+    if rows:
+        console.print()
+    for line in rows:
+        console.print(line, markup=False, soft_wrap=True)
     findings += card_findings(config, memory, world_size)
     if findings:
         console.print()
@@ -89,12 +94,19 @@ def _world_size(config: RunConfig, nproc: int | None) -> tuple[int, str]:
     return fewest, "the fewest that the layout fits (or --nproc N)"
 
 
-def _check_data(config: RunConfig, registry: Registry) -> None:
+def _check_data(config: RunConfig, registry: Registry) -> list[str]:
     """Opens every dataset: there, whole, long enough for a sequence, and of a vocabulary that fits the model.
 
+    Returns:
+        Where data are rows, what they come to: examples, sequences, epochs.
     Raises:
         DataError, ConfigError: as the run itself would.
     """
+    if (
+        config.data.reads_rows(config.task.kind)
+        and str(config.data.train).partition(":")[0] not in registry.data_sources
+    ):
+        return _rows(config)
     for value in (config.data.train, config.data.valid, config.data.test):
         paths = [value] if isinstance(value, str) else [source.path for source in value]
         for path in paths:
@@ -114,6 +126,16 @@ def _check_data(config: RunConfig, registry: Registry) -> None:
                     f"{config.train.seq_len:,} and its next token",
                     next_step=f"Set train.seq_len below {tokens}, or build a larger dataset.",
                 )
+    return []
+
+
+def _rows(config: RunConfig) -> list[str]:
+    from paceline.data.example_files import RowRequest
+    from paceline.data.example_sets import build_row_datasets
+
+    samples = config.train.steps * config.train.global_batch_size
+    found = build_row_datasets(config.data, RowRequest.of(config, keep_tokens=False), train_samples=samples)
+    return [str(report) for report in found.reports]
 
 
 def _work(config: RunConfig, world_size: int, reason: str) -> Table:
@@ -121,14 +143,16 @@ def _work(config: RunConfig, world_size: int, reason: str) -> Table:
     tokens = train.global_batch_size * train.seq_len
     micro = train.global_batch_size // (train.micro_batch_size * config.parallel.dp_degree(world_size))
     convention = config.observe.flops_convention
-    flops = training_flops_per_token(config.model, train.seq_len, convention)
+    flops = step_flops_per_token(config, convention)
     parameters = units.count(count.total)
     if config.model.is_moe:
         parameters += f", {units.count(count.active)} active"
+    lora, learned = config.lora, count_learned(config)
     name = f" ({config.model.preset})" if config.model.preset else ""
     rows = [
         ("ranks", f"{world_size:,}", reason),
         ("parameters", parameters, f"{count.total:,}{name}"),
+        *([("that learn", units.count(learned), f"{learned:,}, adapters of rank {lora.rank}")] if lora.on else []),
         ("tokens a step", units.count(tokens), f"{train.global_batch_size} sequences of {train.seq_len}"),
         (
             "micro-batches a step",

@@ -93,22 +93,23 @@ class FileSet:
 
 
 def encode_files(
-    sets: Sequence[FileSet], encoder: Encoder, *, folder: Path, workers: int, digests: Sequence[str] = ()
+    sets: Sequence[FileSet], encoder: Encoder, *, folder: Path, workers: int, keep: bool = True
 ) -> Examples:
     """The examples of all rows, from the cache where they are there. Bad rows are in the tally, not an error.
 
     Args:
         folder: of the cache; where it cannot be written, the tokens are kept in a temporary one and the log says so.
+        keep: False: a temporary one from the beginning.
     Raises:
         DataError: a file cannot be read on, the template has no place for something in the data.
     """
-    key = _key(sets, encoder, digests)
+    key = _key(sets, encoder)
     identity = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     paths = tuple(file.path for group in sets for file in group.files)
     target = folder / f"{identity}-examples"
     if (target / _DONE).is_file() and (found := _open(target, identity, paths)) is not None:
         return found
-    with _writable(folder, identity) as place:
+    with _writable(folder, identity) if keep else _temporary() as place:
         target = place / f"{identity}-examples"
         found = _open(target, identity, paths) if (target / _DONE).is_file() else None
         if found is None:
@@ -118,17 +119,22 @@ def encode_files(
         return found
 
 
-def _key(sets: Sequence[FileSet], encoder: Encoder, digests: Sequence[str]) -> dict[str, Any]:
-    hashes = iter(digests or [file.sha256() for group in sets for file in group.files])
+def _key(sets: Sequence[FileSet], encoder: Encoder) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "files": [[[next(hashes) for _ in group.files], repr(group.layout)] for group in sets],
+        "files": [[[file.sha256() for file in group.files], repr(group.layout)] for group in sets],
         "tokenizer": encoder.tokenizer.fingerprint,
         "eod": encoder.tokenizer.eod_id,
         "template": "" if isinstance(encoder.template, DataError) else encoder.template.fingerprint,
         "mask": encoder.mask,
         "task": encoder.task,
     }
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        yield Path(folder)
 
 
 @contextmanager
@@ -140,8 +146,8 @@ def _writable(folder: Path, name: str) -> Iterator[Path]:
         lock.__enter__()
     except OSError as error:
         log.warning("tokens cannot be cached in %s (%s); set data.cache_dir to a writable folder", folder, error)
-        with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
-            yield Path(temporary)
+        with _temporary() as temporary:
+            yield temporary
         return
     try:
         yield folder

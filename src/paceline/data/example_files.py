@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.data import DataConfig, DataSource
+from paceline.config.run import RunConfig
 from paceline.data.bad_rows import apply_policy
 from paceline.data.chat_template import load_template
 from paceline.data.dataset_info import Entry, read_entry
@@ -30,7 +31,7 @@ class RowRequest:
     task: str
     """a task of `records.TASKS`"""
     seq_len: int
-    """tokens of a row"""
+    """tokens of a sequence"""
     seed: int
     init_from: str = ""
     """a folder whose tokenizer is taken where the section names none"""
@@ -38,7 +39,23 @@ class RowRequest:
     """of the model; None = not known, not checked"""
     global_batch_size: int = 1
     multiple: int = 1
-    """what every length of a row must be a multiple of"""
+    """what every length of a sequence must be a multiple of"""
+    keep_tokens: bool = True
+    """False: write no cache; one that is there is read"""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, keep_tokens: bool = True) -> RowRequest:
+        """That of a recipe."""
+        return cls(
+            task=config.task.kind,
+            seq_len=config.train.seq_len,
+            seed=config.run.seed,
+            init_from=config.model.init_from,
+            vocab_size=config.model.vocab_size,
+            global_batch_size=config.train.global_batch_size,
+            multiple=2 * config.parallel.cp * config.parallel.tp,
+            keep_tokens=keep_tokens,
+        )
 
 
 def open_encoder(config: DataConfig, request: RowRequest) -> Encoder:
@@ -89,7 +106,7 @@ class OpenedRows:
     """for each source the numbers of its examples; drawn where its description asks for so many"""
 
 
-def open_rows(sources: Sequence[DataSource], encoder: Encoder, config: DataConfig, seed: int) -> OpenedRows:
+def open_rows(sources: Sequence[DataSource], encoder: Encoder, config: DataConfig, request: RowRequest) -> OpenedRows:
     """Reads and encodes, or takes it from the cache. Bad rows are refused or counted as `data.bad_rows` says.
 
     Raises:
@@ -98,7 +115,7 @@ def open_rows(sources: Sequence[DataSource], encoder: Encoder, config: DataConfi
     entries = [_entry(source.path) for source in sources]
     sets = [_file_set(entry, source.path) for entry, source in zip(entries, sources, strict=True)]
     folder = Path(config.cache_dir) if config.cache_dir else Path(sets[0].files[0].path).parent / "cache"
-    examples = encode_files(sets, encoder, folder=folder, workers=_workers())
+    examples = encode_files(sets, encoder, folder=folder, workers=_workers(), keep=request.keep_tokens)
     apply_policy(examples.tally, config.bad_rows, ", ".join(source.path for source in sources))
     check_columns(examples)
     members, first = [], 0
@@ -106,7 +123,7 @@ def open_rows(sources: Sequence[DataSource], encoder: Encoder, config: DataConfi
         mine = np.flatnonzero((examples.files >= first) & (examples.files < first + len(group.files)))
         first += len(group.files)
         wanted = entry.num_samples if entry else None
-        members.append(mine if wanted is None else _drawn(mine, wanted, (seed, number)))
+        members.append(mine if wanted is None else _drawn(mine, wanted, (request.seed, number)))
     return OpenedRows(sources=tuple(sources), examples=examples, members=tuple(members))
 
 

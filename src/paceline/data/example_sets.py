@@ -78,7 +78,7 @@ class _Builder:
     encoder: Encoder
 
     def open(self, sources: tuple[DataSource, ...]) -> OpenedRows:
-        return open_rows(sources, self.encoder, self.config, self.request.seed)
+        return open_rows(sources, self.encoder, self.config, self.request)
 
     def split(self, name: str, opened: OpenedRows, part: int | None, train_samples: int) -> Split | None:
         """``part``: which of `data.split`; None = all. None where that leaves no example."""

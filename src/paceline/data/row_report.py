@@ -107,7 +107,7 @@ def report_rows(
     """
     encoder = open_encoder(config, request)
     lenient = config.model_copy(update={"bad_rows": "skip"})
-    opened = open_rows([DataSource(path=path) for path in sources], encoder, lenient, request.seed)
+    opened = open_rows([DataSource(path=path) for path in sources], encoder, lenient, request)
     members = np.concatenate(opened.members)
     selection = select(opened.examples, members, request.task)
     fitted = fit(selection, request.seq_len, "truncate" if config.too_long == "truncate" else "drop")

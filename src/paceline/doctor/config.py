@@ -134,8 +134,12 @@ def _datasets(config: RunConfig, mounts: Path) -> Iterator[Finding]:
         return
     sources = config.data.train if isinstance(config.data.train, tuple) else ()
     prefixes = [source.path for source in sources] or [str(config.data.train)]
+    of_rows = config.data.reads_rows(config.task.kind)
     for prefix in prefixes:
         if ":" in prefix:  # a plugin's scheme
+            continue
+        if of_rows:
+            yield from _rows(prefix)
             continue
         missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
         if missing:
@@ -157,6 +161,19 @@ def _datasets(config: RunConfig, mounts: Path) -> Iterator[Finding]:
                 "once.",
                 next_step="Copy it to local NVMe or a parallel file system; paceline doctor RECIPE --measure reads it.",
             )
+
+
+def _rows(path: str) -> Iterator[Finding]:
+    """Rows are read once, before the first step: it only matters that they are there."""
+    file = path.partition("#")[0]
+    if not Path(file).exists():
+        yield Finding(
+            id="recipe.dataset",
+            severity="error",
+            subject=f"data.train = {path!r}: {file} is not there",
+            evidence="Rows are a file or a folder; paths are relative to where the run is started.",
+            next_step="Look at the path and at mounts of the container; names of a hub are not looked up.",
+        )
 
 
 def file_system(path: Path, mounts: Path) -> str:

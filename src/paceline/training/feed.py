@@ -38,7 +38,7 @@ def open_datasets(config: RunConfig, registry: Registry, *, train_samples: int) 
     """
     plugin = _plugin_source(config.data.train, registry)
     if plugin is None and config.data.reads_rows(config.task.kind):
-        return build_row_datasets(config.data, row_request(config), train_samples=train_samples)
+        return build_row_datasets(config.data, RowRequest.of(config), train_samples=train_samples)
     data = config.data.model_copy(update={"train": "synthetic"}) if plugin else config.data
     made_up = config.data.is_synthetic and config.data.valid in ("", "synthetic")
     built = build_datasets(
@@ -62,19 +62,6 @@ def open_datasets(config: RunConfig, registry: Registry, *, train_samples: int) 
     source: SampleSource = registry.data_sources[scheme](rest, context)
     split = Split(source=source, identity=f"{scheme}:{rest}", reports=(), bytes_per_token=None)
     return replace(built, train=split)
-
-
-def row_request(config: RunConfig) -> RowRequest:
-    """What a run says of its rows (conversations, pairs) beside the section `[data]`."""
-    return RowRequest(
-        task=config.task.kind,
-        seq_len=config.train.seq_len,
-        seed=config.run.seed,
-        init_from=config.model.init_from,
-        vocab_size=config.model.vocab_size,
-        global_batch_size=config.train.global_batch_size,
-        multiple=2 * config.parallel.cp * config.parallel.tp,
-    )
 
 
 def _plugin_source(train: str | tuple[DataSource, ...], registry: Registry) -> tuple[str, str] | None:

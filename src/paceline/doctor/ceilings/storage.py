@@ -11,6 +11,8 @@ from tempfile import TemporaryDirectory
 
 from paceline.config.run import RunConfig
 from paceline.data.build import build_datasets
+from paceline.data.example_files import RowRequest
+from paceline.data.example_sets import build_row_datasets
 from paceline.data.loader import Loader
 from paceline.doctor.ceilings.amounts import Amounts
 from paceline.doctor.ceilings.device import Rates, Skipped
@@ -28,7 +30,7 @@ def storage_rates(config: RunConfig, rank: int, ranks: int, amounts: Amounts) ->
     rates, skipped = Rates(), Skipped()
     path = _first_dataset(config)
     if path is None:
-        skipped["storage_read"] = "data.train is synthetic or a plugin's: there is no file to read."
+        skipped["storage_read"] = "data.train is synthetic, a plugin's or a folder: there is no one file to read."
     else:
         try:
             rates["storage_read"] = _read_in_order(path, rank, ranks, amounts)
@@ -49,6 +51,9 @@ def storage_rates(config: RunConfig, rank: int, ranks: int, amounts: Amounts) ->
 def _first_dataset(config: RunConfig) -> Path | None:
     train = config.data.train
     prefix = train if isinstance(train, str) else train[0].path
+    if config.data.reads_rows(config.task.kind):
+        file = Path(prefix.partition("#")[0])
+        return file if file.is_file() else None
     return None if config.data.is_synthetic or ":" in prefix else Path(prefix + ".bin")
 
 
@@ -129,13 +134,18 @@ def _load(config: RunConfig, rank: int, ranks: int, amounts: Amounts) -> float:
     with ExitStack() as stack:
         # indices of a run of another length would be left beside the dataset
         indices = stack.enter_context(TemporaryDirectory(prefix="paceline-doctor-"))
-        datasets = build_datasets(
-            config.data.model_copy(update={"valid": "", "test": "", "cache_dir": indices}),
-            seq_len=train.seq_len,
-            vocab_size=config.model.vocab_size,
-            seed=config.run.seed,
-            train_samples=batch * (most + config.data.prefetch + 1),
-        )
+        data = config.data.model_copy(update={"valid": "", "test": "", "cache_dir": indices, "epochs": 0.0})
+        samples = batch * (most + config.data.prefetch + 1)
+        if data.reads_rows(config.task.kind):
+            datasets = build_row_datasets(data, RowRequest.of(config), train_samples=samples)
+        else:
+            datasets = build_datasets(
+                data,
+                seq_len=train.seq_len,
+                vocab_size=config.model.vocab_size,
+                seed=config.run.seed,
+                train_samples=samples,
+            )
         loader = stack.enter_context(
             Loader(
                 datasets.train,
