@@ -312,6 +312,11 @@ def test_cast_transpose_on_a_gpu(dtype: torch.dtype) -> None:
         expected = cast_both(x.cuda(), dtype, "tensorwise")
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.wide(), other.wide()), name
+    for wide in (torch.randn(100, 86, device="cuda").bfloat16()[:, :80], torch.randn(64, 24, device="cuda").bfloat16()):
+        for one, other in zip(
+            cast_both(wide, dtype, "tensorwise", "triton"), cast_both(wide, dtype, "tensorwise"), strict=True
+        ):
+            assert torch.equal(one.wide(), other.wide()), wide.shape
     weights = [torch.randn(size, 48, device="cuda").bfloat16() for size in (32, 8, 24)]
     kept = cast_weights(weights, "tensorwise")
     on_cpu = cast_weights([weight.cpu() for weight in weights], "tensorwise")
@@ -323,7 +328,7 @@ def _check_cast_transpose(module: ModuleType, x: Tensor, dtype: torch.dtype) -> 
     """Into matrices of their own, and into parts of larger ones."""
     rows = cast_rows([x], dtype, "tensorwise")
     expected = rows.values.float(), transposed(rows).values.float()
-    for more in (0, 6):
+    for more in (0, 16 if x.is_cuda else 6):  # 16: see `cast_transpose` about alignment
         whole = [
             torch.full((len(side) + more, side.shape[1] + more), 7.0, device=x.device).to(dtype) for side in expected
         ]
