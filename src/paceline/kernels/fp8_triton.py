@@ -25,8 +25,8 @@ def cast_transpose(x_RC: Tensor, factor: Tensor, values_RC: Tensor, turned_CP: T
     Args:
         x_RC: bf16 or fp32, contiguous along C.
         factor: fp32 scalar, a power of two that leaves all numbers within fp8's range.
-        values_RC: contiguous, or rows of a larger matrix. Compiled by Triton 3.6 for an H200, numbers get mixed up where
-            its rows are not 16 bytes aligned and those of ``x_RC`` are.
+        values_RC: contiguous, or rows of a larger matrix. As Triton 3.6 compiles it for an H200, numbers get mixed up
+            where its rows are not aligned to 16 bytes and those of ``x_RC`` are.
         turned_CP: P at least R, and even; contiguous along P, or columns of a larger matrix.
     """
     (rows, columns), padded = x_RC.shape, turned_CP.shape[1]
