@@ -13,6 +13,7 @@ def task_errors(config: RunConfig) -> Iterator[Finding]:
     """What no layout mends."""
     yield from _score(config)
     yield from _reference(config)
+    yield from _precomputed(config)
     yield from _data(config)
     if config.task.learns_from_answers and config.model.mtp_layers:
         yield error(
@@ -56,6 +57,22 @@ def _reference(config: RunConfig) -> Iterator[Finding]:
             "task.kind = 'kto' needs a reference model, and task.reference = 'none'",
             "Its baseline is the divergence of the policy from the reference.",
             "Leave task.reference out: it is then a copy of the weights that the run begins with.",
+        )
+
+
+def _precomputed(config: RunConfig) -> Iterator[Finding]:
+    task = config.task
+    if not (task.reads_reference and task.precompute_reference) or task.reference == "initial":
+        return
+    if config.lora.on or not config.model.init_from:
+        yield error(
+            "config.task-reference",
+            f"task.precompute_reference does not go with task.reference = {task.reference!r} "
+            + ("and adapters" if config.lora.on else "and weights drawn at random"),
+            "While log-probabilities are computed the model has the reference's weights; those that the run begins "
+            "with must be there to be read again.",
+            "Set task.precompute_reference = false"
+            + (", or task.reference = 'initial'." if config.lora.on else ", or give model.init_from."),
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -41,6 +42,7 @@ from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.foreign import Exporter, load_initial
 from paceline.training.persist import RunSaver, restore
 from paceline.training.recording import build_capture, build_recorder
+from paceline.training.reference_cache import ReferenceCache
 from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
 from paceline.training.samples import draw_samples, keep_tokenizer
 from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
@@ -178,7 +180,10 @@ class _Run:
         self._phase("data")
         parts = build_parts(self.config, self.registry, self.info, self.device, done=self._phase)
         seed_all(self.config.run.seed, rank=self.info.rank)
+        early = not self.config.lora.on
+        datasets = self._with_reference(parts, datasets) if early else datasets
         base = self._load(parts, checkpoint)
+        datasets = datasets if early else self._with_reference(parts, datasets)
         load_reference(parts.reference, self.config, self.registry, self.ranks)
         if self.info.is_main:
             self.folder.truncate_metrics(start.progress.step)
@@ -198,6 +203,16 @@ class _Run:
         marked = self.ranks.from_first("looking at exports", lambda: mark_outdated(self.folder.path, step))
         for folder in marked if self.info.is_main else ():
             log.warning("%s is from before this run went on from step %d: it is written anew at its step", folder, step)
+
+    def _with_reference(self, parts: Parts, datasets: Datasets) -> Datasets:
+        """What a reference model says of the data, where it is to be known before the first step."""
+        task, cache_dir = self.config.task, self.config.data.cache_dir
+        if not (task.reads_reference and task.precompute_reference):
+            return datasets
+        folder = Path(cache_dir) if cache_dir else self.folder.path / "reference"
+        found = ReferenceCache(parts, self.registry, self.ranks, folder).attach(datasets)
+        self._phase("reference")
+        return found
 
     def _datasets(self, start: Start) -> Datasets:
         progress = start.progress

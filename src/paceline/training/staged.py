@@ -82,14 +82,13 @@ class StagedTask:
         prepared = [self._own_part(batch) for batch in batches]
         if self._reference is None or not prepared or REFERENCE in prepared[0].fields:
             return prepared
-        found = self.reference_log_probs(prepared)
+        found = self.reference_log_probs(prepared, self._reference)
         return [replace(batch, fields={**batch.fields, **found[index]}) for index, batch in enumerate(prepared)]
 
-    def reference_log_probs(self, batches: Sequence[Batch]) -> dict[int, dict[str, Tensor]]:
+    def reference_log_probs(self, batches: Sequence[Batch], reference: Reference) -> dict[int, dict[str, Tensor]]:
         """By micro-batch: the field `REFERENCE` [B, D] of prepared batches; empty on ranks without the last stage."""
-        assert self._reference is not None
         found: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(batches))}
-        with self._reference.stages() as stages:
+        with reference.stages() as stages:
 
             def forward(index: int, micro_batch: int, hidden: Tensor | None) -> Forwarded:
                 batch, stage = batches[micro_batch], stages[index]
