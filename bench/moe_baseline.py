@@ -202,8 +202,8 @@ class Alone:
 
     def __init__(self, model: nn.Module, clip: float) -> None:
         self.model, self.clip = model, clip
-        self.weights = list(model.parameters())
-        self.num_parameters = sum(weight.numel() for weight in self.weights)
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.num_parameters = sum(weight.numel() for weight in model.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
         fused = self.weights[0].device.type == "cuda"
         self.optimizers = [torch.optim.AdamW([master], lr=3e-4, fused=fused) for master in self.masters]
