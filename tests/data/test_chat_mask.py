@@ -51,12 +51,15 @@ def one(found: Encoder, record: Record) -> Document:
 
 @pytest.mark.parametrize("messages", [TALK, UNICODE], ids=["talk", "unicode"])
 @pytest.mark.parametrize("template", ["marked", "plain"])
+@pytest.mark.parametrize("metaspace", [False, True], ids=["bytes", "metaspace"])
 def test_tokens_and_mask_are_those_of_transformers(
-    tmp_path: Path, messages: tuple[Message, ...], template: str
+    tmp_path: Path, messages: tuple[Message, ...], template: str, metaspace: bool
 ) -> None:
     """`{% generation %}` gives Transformers' own mask; the same template without it gives the same by prefixes."""
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(kinds.write_tokenizer(tmp_path / "marked", kinds.MARKED))
+    theirs = transformers.AutoTokenizer.from_pretrained(
+        kinds.write_tokenizer(tmp_path / "marked", kinds.MARKED, metaspace=metaspace)
+    )
     expected = theirs.apply_chat_template(
         [message.for_template() for message in messages],
         return_dict=True,
@@ -64,7 +67,10 @@ def test_tokens_and_mask_are_those_of_transformers(
         tokenize=True,
     )
     source = kinds.MARKED if template == "marked" else kinds.CHATML
-    document = one(encoder(kinds.write_tokenizer(tmp_path / template, source)), Conversation(messages=messages))
+    document = one(
+        encoder(kinds.write_tokenizer(tmp_path / template, source, metaspace=metaspace)),
+        Conversation(messages=messages),
+    )
     count = len(document.ids)
     assert document.ids.tolist() == expected["input_ids"][:count]
     assert document.trained.astype(int).tolist() == expected["assistant_masks"][:count]
@@ -134,6 +140,42 @@ def test_a_template_that_leaves_out_earlier_thoughts(tmp_path: Path) -> None:
     messages = turns("hello", "<think>hm</think>\n\nHi!", "say fox", "<think>ok</think>\n\nfox")
     said = learned(found.tokenizer, one(found, Conversation(messages=messages)))
     assert said == ["Hi!<|im_end|>", "<think>\n\n</think>\n\nfox<|im_end|>"]
+
+
+def called(*after: str) -> tuple[Message, ...]:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    return (
+        *turns("a"),
+        Message(role="assistant", content="", tool_calls=(call,)),
+        Message(role="tool", content="three"),
+        *turns("", *after)[1:],
+    )
+
+
+def test_thoughts_that_are_left_out_around_calls(tmp_path: Path) -> None:
+    """The call is last when it is rendered alone, and has an empty thought there that the whole does not have."""
+    found = encoder(kinds.write_tokenizer(tmp_path, kinds.THINKING))
+    first, last = learned(found.tokenizer, one(found, Conversation(messages=called("Done."))))
+    assert first.startswith('{"type": "function"') and first.endswith("}<|im_end|>")
+    assert last == "<think>\n\n</think>\n\nDone.<|im_end|>"
+
+
+def test_a_text_that_ends_with_one_more_marker(tmp_path: Path) -> None:
+    found = encoder(kinds.write_tokenizer(tmp_path, kinds.ENDED, eos="<|endoftext|>"))
+    said = learned(found.tokenizer, one(found, Conversation(messages=turns("a", "b <c", "d", "e"))))
+    assert said == ["b <c<|eot_id|>", "e<|eot_id|><|endoftext|>"]
+    said = learned(found.tokenizer, one(found, Conversation(messages=called("Done.", "and", "so"))))
+    assert said == [
+        '{"name": "add", "arguments": {"a": 1}}<|eot_id|>',
+        "Done.<|eot_id|>",
+        "so<|eot_id|><|endoftext|>",
+    ]
+
+
+def test_a_template_that_joins_arguments_to_text(tmp_path: Path) -> None:
+    found = encoder(kinds.write_tokenizer(tmp_path, kinds.CALLS_AS_TEXT, eos="</s>"))
+    said = learned(found.tokenizer, one(found, Conversation(messages=called("Done."))))
+    assert said == ['<start_of_turn>add:{"a": 1}</s>', "Done.</s>"]
 
 
 def test_a_generation_prompt_that_opens_a_thought(tmp_path: Path) -> None:

@@ -7,20 +7,23 @@ to a shorter one:
     turn     messages[:i + 1]                                 must be how it goes on
     answer   whole[len(prompt) : len(turn)]
 
-A template may render an answer in another way once more turns follow (Qwen3 leaves out earlier thoughts). Then the
-answer is found by its own text, between the prompt and the end marker that its own rendering ends with. Where that
-fails too, the conversation is refused: a mask that is a guess would train on the wrong tokens.
+A template may end the last turn in another way than those before (with one more end marker), or leave out the
+thoughts of answers once more turns follow. Both are recognised: the turn then ends at the last control token that both
+renderings share, and begins after ``</think>``. Where an answer cannot be told even so, the conversation is refused: a
+mask that is a guess would train on the wrong tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.data.chat_template import ChatTemplate
-from paceline.data.records import BadRowError, Message, Messages
+from paceline.data.records import BadRowError, Messages
 
 UNSTABLE = "answers cannot be told from the text"
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
 
 
 class MaskedText(NamedTuple):
@@ -75,13 +78,14 @@ def _answer(
         raise BadRowError(
             UNSTABLE, f"{template.name} renders the turns before turn {i + 1} differently once it follows"
         )
-    alone = whole if i == len(messages) - 1 else template.render(messages[: i + 1], tools).text
-    if whole.startswith(alone) and len(alone) > start:
-        return start, len(alone)
-    end = _end_by_text(messages[i], alone, whole, start, special)
-    if end is None:
-        raise BadRowError(UNSTABLE, f"{template.name} renders turn {i + 1} differently once more turns follow")
-    return start, end
+    if i == len(messages) - 1:
+        return start, len(whole)
+    alone = template.render(messages[: i + 1], tools).text
+    for begin in _begins(alone, start):
+        end = _shared_end(alone[begin:], whole[start:], special)
+        if end:
+            return start, start + end
+    raise BadRowError(UNSTABLE, f"{template.name} renders turn {i + 1} differently once more turns follow")
 
 
 def _start(
@@ -117,20 +121,34 @@ def _marker_ends(text: str, start: int, end: int, special: Collection[str]) -> l
     return found
 
 
-def _end_by_text(answer: Message, alone: str, whole: str, start: int, special: Collection[str]) -> int | None:
-    """The end of an answer that begins at ``start`` in ``whole`` with its own text; its marker is that of ``alone``."""
-    if answer.tool_calls:
-        return None
-    content = answer.content
-    for said in (content, content.strip(), content.rpartition("</think>")[2].lstrip("\n")):
-        place = alone.rfind(said)
-        if not said or place < 0 or not whole.startswith(said, start):
-            continue
-        after = _to_marker(alone, place, len(alone), special)[1]
-        marker = alone[place + len(said) : after]
-        if marker and whole.startswith(marker, start + len(said)):
-            return start + len(said) + len(marker)
-    return None
+def _begins(alone: str, start: int) -> Iterator[int]:
+    """Where the part of an answer begins that may still be there when more turns follow: with its thought, without."""
+    yield start
+    thought = _THOUGHT.match(alone, start)
+    if thought:
+        yield thought.end()
+
+
+def _shared_end(alone: str, whole: str, special: Collection[str]) -> int:
+    """How long the answer is that both texts begin with: all of ``alone``, or up to the last control token that they
+    share where only control tokens follow it in ``alone``; 0 where it is not the same answer."""
+    if whole.startswith(alone):
+        return len(alone)
+    shared = _length_shared(alone, whole)
+    end = max(_marker_ends(whole, 0, shared, special), default=0)
+    rest = alone[end:]
+    for marker in special:
+        rest = rest.replace(marker, "")
+    return 0 if rest.strip() else end
+
+
+def _length_shared(a: str, b: str) -> int:
+    """Characters that two texts have in common at their beginning."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # the longest common prefix, by halves
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _to_marker(text: str, start: int, end: int, special: Collection[str]) -> tuple[int, int]:

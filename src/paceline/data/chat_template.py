@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -31,6 +32,8 @@ from paceline.errors import DataError
 DAY = datetime(2024, 7, 26, tzinfo=UTC)
 """What ``strftime_now`` tells: the day that Llama's templates take where they are told none."""
 OWN_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_TELLS_NONE = re.compile(r"content['\"]?\]? is (not )?none", re.IGNORECASE)
+"""In templates for which a turn without text has None for it."""
 _BEGIN, _END = "\x02paceline generation\x03", "\x02paceline end of generation\x03"
 
 
@@ -83,14 +86,23 @@ class ChatTemplate:
         turns = [message.for_template() for message in messages]
         if "tool_call_id" in self.source or "tool_call_id" in self.with_tools:
             _number_calls(turns)
+        if _TELLS_NONE.search(self.source):
+            _without_empty_texts(turns)
+        values = {
+            "messages": turns,
+            "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            **self.special,
+        }
         try:
-            text = compiled.render(
-                messages=turns,
-                tools=[dict(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self.special,
-            )
+            try:
+                text = compiled.render(values)
+            except TypeError:
+                # some templates join the arguments of a call to text: they want them as JSON
+                if not _arguments_to_text(turns):
+                    raise
+                text = compiled.render(values)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise BadRowError(
                 "refused by the chat template", f"{self.name}: {str(error) or type(error).__name__}"
@@ -134,6 +146,22 @@ def _number_calls(turns: list[dict[str, Any]]) -> None:
         if turn["role"] == "tool" and open_calls:
             turn.setdefault("tool_call_id", open_calls[0])
             open_calls.pop(0)
+
+
+def _without_empty_texts(turns: list[dict[str, Any]]) -> None:
+    """The text of a turn that only calls is None, not empty."""
+    for turn in turns:
+        if turn.get("tool_calls") and not turn["content"]:
+            turn["content"] = None
+
+
+def _arguments_to_text(turns: list[dict[str, Any]]) -> bool:
+    """Writes the arguments of calls as JSON; whether there are any."""
+    calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+    for call in calls:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        call["function"] = {**call["function"], "arguments": arguments}
+    return bool(calls)
 
 
 # ---- Jinja as chat templates expect it
