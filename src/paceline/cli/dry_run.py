@@ -12,7 +12,8 @@ from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
-from paceline.costs.layers import count_parameters, training_flops_per_token
+from paceline.costs.adapters import count_learned, step_flops_per_token
+from paceline.costs.layers import count_parameters
 from paceline.costs.memory import MemoryEstimate, estimate_pipeline
 from paceline.costs.parameters import Holdings
 from paceline.data.indexed import IndexedDataset
@@ -142,14 +143,16 @@ def _work(config: RunConfig, world_size: int, reason: str) -> Table:
     tokens = train.global_batch_size * train.seq_len
     micro = train.global_batch_size // (train.micro_batch_size * config.parallel.dp_degree(world_size))
     convention = config.observe.flops_convention
-    flops = training_flops_per_token(config.model, train.seq_len, convention)
+    flops = step_flops_per_token(config, convention)
     parameters = units.count(count.total)
     if config.model.is_moe:
         parameters += f", {units.count(count.active)} active"
+    lora, learned = config.lora, count_learned(config)
     name = f" ({config.model.preset})" if config.model.preset else ""
     rows = [
         ("ranks", f"{world_size:,}", reason),
         ("parameters", parameters, f"{count.total:,}{name}"),
+        *([("that learn", units.count(learned), f"{learned:,}, adapters of rank {lora.rank}")] if lora.on else []),
         ("tokens a step", units.count(tokens), f"{train.global_batch_size} sequences of {train.seq_len}"),
         (
             "micro-batches a step",

@@ -75,6 +75,11 @@ class LoraConfig(Section):
         found = _LINEAR.fullmatch(name) if self.on else None
         return found is not None and ("all-linear" in self.targets or found[2] in self.targets)
 
+    def adapts_linear(self, name: str) -> bool:
+        """Whether the parameter ``name`` is a matrix that may have an adapter, whatever `targets` says: those that
+        `base` is about."""
+        return self.on and _LINEAR.fullmatch(name) is not None
+
     @staticmethod
     def learns(name: str) -> bool:
         """Whether the parameter ``name`` learns where there are adapters: theirs, and the score of a reward model,

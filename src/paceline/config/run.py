@@ -50,3 +50,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    def learns(self, name: str) -> bool:
+        """Whether the parameter ``name`` of the model is trained."""
+        return not self.lora.on or self.lora.learns(name)

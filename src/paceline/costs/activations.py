@@ -27,7 +27,8 @@ from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, Mod
 from paceline.config.parallel import ParallelConfig
 from paceline.config.run import RunConfig
 from paceline.config.train import TrainConfig
-from paceline.costs.low_precision import fp8_kept
+from paceline.costs.adapters import adapter_activations
+from paceline.costs.low_precision import KeptBytes, fp8_kept
 from paceline.costs.pipeline import rank_schedule
 from paceline.costs.stages import cut_stages, stages_of_rank
 
@@ -164,7 +165,9 @@ def block_activations(model: ModelConfig, block: BlockSpec, config: RunConfig) -
     else:
         mlp = _mlp(feed_forward, compiled=config.parallel.compile)
         kept += _Kept(cut=2 * model.hidden_size + mlp)
-    fp8 = fp8_kept(config, block)
+    # a frozen product keeps no input; what its adapter keeps is in the compute precision
+    fp8 = KeptBytes() if config.lora.on else fp8_kept(config, block)
+    scores += adapter_activations(config, block, width)
     return _ceil(width * kept.cut + scores + fp8.cut, tp) + width * kept.gathered + fp8.gathered
 
 
@@ -210,13 +213,14 @@ def _kv_copies(spec: AttentionSpec, tp: int) -> int:
     return max(1, tp // spec.num_kv_heads)
 
 
-def logits_bytes(model: ModelConfig, train: TrainConfig, tokens: int, tp: int = 1) -> int:
+def logits_bytes(model: ModelConfig, train: TrainConfig, tokens: int, tp: int = 1, *, frozen: bool = False) -> int:
     """Head and loss of one micro-batch on a rank, with the vocabulary over ``tp`` ranks.
 
     plain: 12 bytes a logit (in compute precision, in fp32, and the gradients of both; about what published runs show).
     chunked: for one slice logits and gradient in fp32 and the gradient in compute precision, and, until the backward
     pass takes them, the gradients of hidden states and head. With `train.fp8_head` also the slice's gradient in fp8,
-    both ways round, the same of the weights, and the gradient that a slice adds to that of the head.
+    both ways round, the same of the weights, and the gradient that a slice adds to that of the head. A ``frozen`` head
+    has no gradient.
     """
     if model.has_score:
         return 0  # a number for each token
@@ -226,6 +230,8 @@ def logits_bytes(model: ModelConfig, train: TrainConfig, tokens: int, tp: int = 
     width = compute_bytes(train)
     fp8 = 2 * (train.precision == "fp8" and train.fp8_head)
     per_logit = 8 + (width if width < 4 else 0) + fp8
+    if frozen:
+        return per_logit * min(train.loss_chunk_tokens, tokens) * vocab + width * model.hidden_size * tokens
     kept = width * model.hidden_size * (vocab + tokens) + (fp8 + width * bool(fp8)) * model.hidden_size * vocab
     return per_logit * min(train.loss_chunk_tokens, tokens) * vocab + kept
 

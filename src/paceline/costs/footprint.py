@@ -229,7 +229,7 @@ def _states(
     moments = MOMENT_BYTES[work.optimizer]
     offloaded = work.offload != "none"
     if work.frozen_weights:
-        return width * held.here, 0.0, 0.0, 0.0
+        return _frozen_states(work, held, profile, width)
     if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
         unreduced = 4.0 * held.largest_layer
         if profile.accumulates_whole and micro_batches > 1:
@@ -249,6 +249,19 @@ def _states(
     if offloaded:
         return weights, gradients, 0.0, 0.0
     return weights, gradients, (masters + moments) * held.shard, 0.0
+
+
+def _frozen_states(
+    work: Workload, held: _Parameters, profile: Profile, width: float
+) -> tuple[float, float, float, float]:
+    """As `_states`: all is frozen but adapters, of which each rank has about its part."""
+    element = work.frozen_bytes or width * (2.0 if work.fp8_weight_cache else 1.0)
+    learned = work.adapters / (work.tp * work.pp)
+    optimizer = ((4.0 if width < 4 else 0.0) + MOMENT_BYTES[work.optimizer]) * learned * held.shard / held.here
+    if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
+        gathered = width * (2 * held.largest_layer + held.head if work.zero == 3 else held.here)
+        return width * held.shard, 0.0, optimizer, gathered
+    return element * held.here + width * learned, profile.gradient_bytes * learned, optimizer, 0.0
 
 
 def memory_by_stage(

@@ -18,6 +18,9 @@ States, bytes of a parameter on a rank. S shards: of dense parameters dp_shard x
 With fp8 the flat engine also keeps the linears of blocks in fp8 twice, as they lie and transposed: 2 bytes an element
 (`train.fp8_weight_cache`).
 
+Frozen weights (`[lora]`) are held in compute precision, / S under FSDP, or in fp8 or NF4 (`lora.base`), and have
+nothing else.
+
 FSDP also holds whole: weights in compute precision (zero 2: all; zero 3: two blocks, one of them on its way, the head,
 and an embedding that is used twice); and gradients that are not yet reduced (of one block, or, while several
 micro-batches are accumulated, of all parameters in `reduce_dtype`).
@@ -26,16 +29,18 @@ micro-batches are accumulated, of all parameters in `reduce_dtype`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 
 from paceline.config.optim import OptimConfig
 from paceline.config.run import RunConfig
 from paceline.costs.activations import activations_per_token, compute_bytes, logits_bytes
+from paceline.costs.adapters import NF4_BYTES
 from paceline.costs.grid import RankGrid
 from paceline.costs.low_precision import linears_in_fp8
 from paceline.costs.parameters import Shape, rank_shapes
 from paceline.costs.placement import is_expert, local_box
+from paceline.costs.reference import reference_bytes
 from paceline.costs.stages import stages_of_rank
 
 _EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
@@ -59,6 +64,8 @@ class MemoryEstimate:
     """Logits, their gradient, and what the loss keeps."""
     host: int
     """Offloaded states, in host memory; not in the total."""
+    reference: int = 0
+    """Weights of a reference model beside the trained one."""
 
     @property
     def total(self) -> int:
@@ -102,8 +109,9 @@ def _estimate_rank(config: RunConfig, grid: RankGrid, pipeline_rank: int) -> Mem
     has_loss = parallel.stages - 1 in stages_of_rank(parallel, pipeline_rank)
     return MemoryEstimate(
         **states,
+        reference=reference_bytes(config, grid, pipeline_rank),
         activations=tokens * activations_per_token(config, pipeline_rank, micro_batches),
-        logits=logits_bytes(config.model, train, tokens, parallel.tp) if has_loss else 0,
+        logits=logits_bytes(config.model, train, tokens, parallel.tp, frozen=config.lora.on) if has_loss else 0,
     )
 
 
@@ -130,40 +138,56 @@ class _HeldParameters:
     out evenly."""
 
     groups: tuple[_Group, ...]
+    """Of what learns."""
+    frozen: tuple[_Group, ...]
     largest_block: int
+    largest_learned_block: int
     embedding: int
     head: int
     fp8: int
     """Elements that are cast to fp8 and kept."""
+    nf4: int
+    """Elements that are kept in NF4 alone."""
 
     @classmethod
     def of(cls, config: RunConfig, grid: RankGrid, pipeline_rank: int) -> _HeldParameters:
         model, parallel, sizes = config.model, config.parallel, grid.sizes
         shapes = rank_shapes(config, pipeline_rank)
         numel = {name: local_box(name, shape, model, sizes, {}).numel for name, shape in shapes.items()}
-        blocks: dict[str, int] = {}
-        for name, count in numel.items():
-            if name.startswith("blocks."):
-                index = name.split(".", 2)[1]
-                blocks[index] = blocks.get(index, 0) + count
-        experts = [name for name in numel if is_expert(name)]
-        dense = numel.keys() - set(experts)
-        zero = parallel.zero > 0
-        dense_shards, expert_shards = (sizes["dp_shard"] * sizes["cp"], sizes["edp"]) if zero else (1, 1)
-        groups = [_group(dense, numel, shapes, dense_shards)]
-        if experts:
-            groups.append(_group(experts, numel, shapes, expert_shards))
+        lora, zero = config.lora, parallel.zero > 0
+        learned = {name for name in numel if not lora.on or lora.learns(name)}
+        shards = (sizes["dp_shard"] * sizes["cp"], sizes["edp"]) if zero else (1, 1)
         return cls(
-            groups=tuple(groups),
-            largest_block=max(blocks.values(), default=0),
+            groups=_groups(learned, numel, shapes, shards),
+            frozen=_groups(numel.keys() - learned, numel, shapes, shards),
+            largest_block=_largest_block(numel),
+            largest_learned_block=_largest_block({name: numel[name] for name in learned}),
             embedding=sum(count for name, count in numel.items() if name.startswith("embed.")),
             head=numel.get("head.weight", 0),
             fp8=_in_fp8(numel, config),
+            nf4=sum(count for name, count in numel.items() if lora.base == "nf4" and lora.adapts_linear(name)),
         )
 
     @property
     def total(self) -> int:
         return sum(group.total for group in self.groups)
+
+    @property
+    def whole(self) -> int:
+        """All elements, frozen ones among them."""
+        return self.total + sum(group.total for group in self.frozen)
+
+    @property
+    def frozen_share(self) -> int:
+        return sum(group.share for group in self.frozen)
+
+    def frozen_bytes(self, config: RunConfig, width: int) -> int:
+        """Of the flat engine's frozen weights, at ``width`` bytes in the precision that the model computes in."""
+        total = sum(group.total for group in self.frozen)
+        if config.lora.base == "nf4":
+            return width * (total - self.nf4) + int(NF4_BYTES * self.nf4)
+        # fp8 twice, as they lie and transposed, in place of bf16
+        return width * (total - self.fp8) if config.lora.base == "fp8" else width * total
 
     @property
     def share(self) -> int:
@@ -172,6 +196,24 @@ class _HeldParameters:
     def moments(self, optim: OptimConfig) -> int:
         """Bytes of the optimizer's state on this rank."""
         return sum(moment_bytes(optim, group.total, group.matrices) // group.shards for group in self.groups)
+
+
+def _groups(
+    names: Set[str], numel: Mapping[str, int], shapes: Mapping[str, Shape], shards: tuple[int, int]
+) -> tuple[_Group, ...]:
+    """Dense parameters, and experts where there are some, over so many shards each."""
+    experts = {name for name in names if is_expert(name)}
+    dense = _group(names - experts, numel, shapes, shards[0])
+    return (dense, _group(experts, numel, shapes, shards[1])) if experts else (dense,)
+
+
+def _largest_block(numel: Mapping[str, int]) -> int:
+    blocks: dict[str, int] = {}
+    for name, count in numel.items():
+        if name.startswith("blocks."):
+            index = name.split(".", 2)[1]
+            blocks[index] = blocks.get(index, 0) + count
+    return max(blocks.values(), default=0)
 
 
 def _group(names: Iterable[str], numel: Mapping[str, int], shapes: Mapping[str, Shape], shards: int) -> _Group:
@@ -221,7 +263,9 @@ def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
     )
     if config.parallel.offload == "none":
         return {
-            "weights": compute * parameters + (2 * held.fp8 if config.train.fp8_weight_cache else 0),
+            "weights": compute * parameters
+            + held.frozen_bytes(config, compute)
+            + (2 * held.fp8 if config.train.fp8_weight_cache else 0),
             "gathered": 0,
             "gradients": gradients + gradient_share,
             "masters": masters,
@@ -231,7 +275,7 @@ def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
     # offloaded: weights, gradients and moments of the shard in fp32, and staging for the way back
     staging = compute * share if compute < 4 else 0
     return {
-        "weights": compute * parameters,
+        "weights": compute * parameters + held.frozen_bytes(config, compute),
         "gathered": 0,
         "gradients": gradients,
         "masters": 0,
@@ -242,16 +286,16 @@ def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
 
 def _fsdp_states(config: RunConfig, held: _HeldParameters, micro_batches: int) -> dict[str, int]:
     model, parallel, compute = config.model, config.parallel, compute_bytes(config.train)
-    share, moments, whole = held.share, held.moments(config.optim), held.total
+    share, moments, whole = held.share, held.moments(config.optim), held.whole
     if parallel.zero == 3:
         # an embedding that is used twice (tied, or by multi-token prediction) is not given back after its first use
         kept = held.embedding if model.ties_head or model.mtp_layers else 0
         whole = min(whole, 2 * held.largest_block + held.head + kept)
-    unreduced = 4 * held.largest_block
+    unreduced = 4 * held.largest_learned_block
     if micro_batches > 1:
         unreduced = (2 if parallel.reduce_dtype == "bf16" else 4) * held.total
     states = {
-        "weights": 4 * share,
+        "weights": 4 * share + compute * held.frozen_share,
         "gathered": compute * whole + unreduced,
         "gradients": 4 * share,
         "masters": 0,

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from paceline.config.lora import LoraConfig
 from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, ModelConfig, MoESpec
 from paceline.config.run import RunConfig
 from paceline.costs.grid import RankGrid
@@ -146,14 +147,22 @@ def shapes_numel(shapes: Mapping[str, Shape]) -> int:
 
 
 def rank_shapes(config: RunConfig, pipeline_rank: int) -> dict[str, Shape]:
-    """Whole shapes of the parameters whose stages lie on a rank of the pipeline."""
+    """Whole shapes of the parameters whose stages lie on a rank of the pipeline, adapters among them."""
     total = config.parallel.stages
     stages = cut_stages(config, total)
     shapes: dict[str, Shape] = {}
     for stage in stages_of_rank(config.parallel, pipeline_rank):
         # a V schedule has first and last stage on one rank: what they share is there once
         shapes |= part_shapes(config.model, stages[stage], first=stage == 0, last=stage == total - 1)
-    return shapes
+    return with_adapters(shapes, config.lora)
+
+
+def with_adapters(shapes: Mapping[str, Shape], lora: LoraConfig) -> dict[str, Shape]:
+    """The same, and the parameters of the adapters beside them."""
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        found |= lora.adapter_shapes(name, shape)
+    return found
 
 
 def rank_parameters(config: RunConfig, world_size: int, coordinate: Mapping[str, int]) -> dict[str, LocalBox]:

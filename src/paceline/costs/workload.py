@@ -14,6 +14,7 @@ from typing import Literal
 
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.costs.adapters import NF4_BYTES, count_adapters
 from paceline.costs.hardware import Hardware
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
@@ -84,6 +85,10 @@ class Workload:
     """A scale for each row of a product instead of one for a tensor."""
     frozen_weights: bool = False
     """LoRA: no gradients, optimizer states and reductions of the model's own weights."""
+    adapters: int = 0
+    """Parameters of adapters beside frozen weights."""
+    frozen_bytes: float = 0.0
+    """An element of a frozen linear, where that is another number than computing takes (`lora.base`)."""
     async_tp: bool = False
     """Communication of tensor parallelism is cut up and overlapped with its products."""
 
@@ -126,6 +131,9 @@ class Workload:
             fused_experts=config.model.is_moe and parallel.expert_kernels != "plain",
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
             fp8_weight_cache=train.precision == "fp8" and train.fp8_weight_cache and parallel.zero <= 1,
+            frozen_weights=config.lora.on,
+            adapters=count_adapters(config.model, config.lora) if config.lora.on else 0,
+            frozen_bytes={"fp8": 2.0, "nf4": NF4_BYTES}.get(config.lora.base, 0.0),
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -114,9 +114,14 @@ class Optimizer:
         for rule in self._rules:
             rule.set_step_count(count)
 
-    def describe(self) -> str:
-        """The groups of the whole model with their counts, the same text on every rank."""
-        return describe_groups(self._config, self._engine.shapes)
+    def describe(self, learns: Callable[[str], bool] = lambda name: True) -> str:
+        """The groups of the whole model with their counts, the same text on every rank.
+
+        Args:
+            learns: whether a parameter is trained at all.
+        """
+        shapes = {name: shape for name, shape in self._engine.shapes.items() if learns(name)}
+        return describe_groups(self._config, shapes)
 
 
 def build_optimizer(config: OptimConfig, engine: Engine, mesh: ParallelMesh | None = None) -> Optimizer:

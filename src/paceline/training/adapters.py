@@ -13,8 +13,12 @@ from paceline.checkpoint.store import Checkpoint
 from paceline.checkpoint.weights import WeightSource, fill
 from paceline.config.lora import is_adapter
 from paceline.config.plugins import Registry
+from paceline.config.run import RunConfig
+from paceline.costs.adapters import count_learned
+from paceline.costs.layers import count_parameters
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import all_reduce
+from paceline.report import units
 from paceline.training.foreign import load_initial
 from paceline.training.setup import Parts
 
@@ -47,6 +51,18 @@ def load_base(
             ),
         )
     return found
+
+
+def adapter_facts(config: RunConfig) -> dict[str, str]:
+    """What is told at the start: how many parameters learn; nothing without adapters."""
+    lora = config.lora
+    if not lora.on:
+        return {}
+    learned, total = count_learned(config), count_parameters(config.model).total
+    kind = "DoRA" if lora.dora else "LoRA"
+    kept = {"bf16": "", "fp8": ", the base in fp8", "nf4": ", the base in NF4"}[lora.base]
+    text = f"{kind}, rank {lora.rank}: {learned:,} parameters learn beside {units.count(total)} frozen ones{kept}"
+    return {"adapters": text}
 
 
 def begin_adapters(parts: Parts, registry: Registry, ranks: Ranks) -> None:

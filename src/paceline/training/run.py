@@ -36,7 +36,7 @@ from paceline.runtime.process import ProcessInfo, launch_findings, process_group
 from paceline.runtime.seed import seed_all, set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
-from paceline.training.adapters import begin_adapters, load_base
+from paceline.training.adapters import adapter_facts, begin_adapters, load_base
 from paceline.training.exports import mark_outdated
 from paceline.training.feed import Feed, open_datasets, samples_needed
 from paceline.training.foreign import Exporter, load_initial
@@ -188,7 +188,7 @@ class _Run:
         if self.info.is_main:
             self.folder.truncate_metrics(start.progress.step)
             keep_tokenizer(self.folder.path, datasets.tokenizer_info)
-            log.info("optimizer groups\n%s", parts.optimizer.describe())
+            log.info("optimizer groups\n%s", parts.optimizer.describe(self.config.learns))
             for report in datasets.reports:
                 log.info("%s", report)
         self._mark_exports(start.progress.step)
@@ -365,6 +365,7 @@ class _Run:
             f"zero {config.parallel.zero} ({config.parallel.engine} engine), "
             f"{train.precision}, gradients reduced in {config.parallel.reduce_dtype}",
             "device": device_name(self.device),
+            **adapter_facts(config),
             "run folder": str(self.folder.path),
         }
         return RunStart(

@@ -14,8 +14,8 @@ from paceline.config.model import MoESpec
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.config.task import TaskConfig
+from paceline.costs.adapters import step_flops_per_token
 from paceline.costs.hardware import peak_tflops
-from paceline.costs.layers import training_flops_per_token
 from paceline.costs.low_precision import MULTIPLE
 from paceline.costs.placement import share
 from paceline.costs.stages import cut_stages
@@ -202,7 +202,7 @@ def rates(config: RunConfig, device: torch.device) -> Rates:
         peak = peak_tflops(device_name(device), config.train.precision) or 0.0
     convention = config.observe.flops_convention
     return Rates(
-        flops_per_token=training_flops_per_token(config.model, config.train.seq_len, convention),
+        flops_per_token=step_flops_per_token(config, convention),
         flops_convention=convention,
         peak_tflops=peak or None,
     )

@@ -1,0 +1,75 @@
+"""What do adapters cost, and what does freezing the rest save?
+
+| of a frozen matrix | of its adapter, r its rank |
+| --- | --- |
+| forward 2 D C FLOPs a token, gradient of the input the same, none of the weight | 6 r (C + D) |
+| weight in the precision that the model computes in, fp8 or NF4 | weight, gradient, master and moments as of all |
+| its input is kept for the adapter's first matrix | r numbers a token; with DoRA the output too |
+
+Parameter names and shapes are those that `models/lora.py` makes (tests/costs/test_adapters.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from paceline.config.lora import LoraConfig, is_adapter
+from paceline.config.model import BlockSpec, ModelConfig
+from paceline.config.run import RunConfig
+from paceline.costs.layers import Convention, token_flops, training_flops_per_token
+from paceline.costs.parameters import Shape, block_shapes, model_shapes, with_adapters
+
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""An element of NF4 with double quantisation: 4 bits, and for every 64 a scale of a byte, and for every 256 of those 4
+bytes (arXiv:2305.14314, section 3)."""
+
+
+def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
+    """Exact: parameters of all adapters of the model."""
+    shapes = with_adapters(model_shapes(model), lora)
+    return sum(math.prod(shape) for name, shape in shapes.items() if is_adapter(name))
+
+
+def count_learned(config: RunConfig) -> int:
+    """Parameters that the optimizer updates."""
+    lora, shapes = config.lora, with_adapters(model_shapes(config.model), config.lora)
+    return sum(math.prod(shape) for name, shape in shapes.items() if not lora.on or lora.learns(name))
+
+
+def step_flops_per_token(config: RunConfig, convention: Convention = "causal") -> float:
+    """Model FLOPs of one token, forward and backward.
+
+    All weights learn: three times the forward. With adapters: twice the forward of each frozen product (no gradient of
+    its weight), three times that of attention itself, which has no weights, and 6 for each parameter of an adapter.
+    Ignored: that the first layer's input needs no gradient, and the lengths of rows of DoRA.
+    """
+    if not config.lora.on:
+        return training_flops_per_token(config.model, config.train.seq_len, convention)
+    return adapted_flops_per_token(
+        config.model, config.train.seq_len, count_adapters(config.model, config.lora), convention
+    )
+
+
+def adapted_flops_per_token(
+    model: ModelConfig, seq_len: int, adapters: int, convention: Convention = "causal"
+) -> float:
+    """As `step_flops_per_token`, beside so many parameters of adapters."""
+    flops = token_flops(model, seq_len, convention)
+    return 2 * (flops.forward - flops.scores) + 3 * flops.scores + 6.0 * adapters
+
+
+def adapter_activations(config: RunConfig, block: BlockSpec, width: int) -> int:
+    """Bytes a token that the adapters of a block keep beside what the block keeps, at ``width`` bytes a number.
+
+    The narrow products, r of each linear; with DoRA also each linear's output. Inputs are in the block's own count, as
+    those of a product that learns: of linears without an adapter that is too much.
+    """
+    lora = config.lora
+    if not lora.on:
+        return 0
+    named: Mapping[str, Shape] = {
+        f"blocks.0.{name}": shape for name, shape in block_shapes(config.model, block).items()
+    }
+    adapted = [shape for name, shape in named.items() if lora.adapts(name)]
+    return width * sum(lora.rank + (shape[0] if lora.dora else 0) for shape in adapted)
