@@ -13,6 +13,8 @@ from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.weights import CheckpointSource
 from paceline.config.lora import is_adapter
 from paceline.errors import CheckpointError
+from paceline.generate.load import load_model
+from paceline.generate.load import recipe_of as recipe_of_checkpoint
 from paceline.interop.compare import logits_of
 from paceline.interop.convert import Options, convert
 from paceline.interop.peft import merge, read_adapter
@@ -57,11 +59,21 @@ def test_a_run_and_what_comes_of_it(dora: bool, source: Path, data: str, tmp_pat
     merged, ran_by = logits_of(open_source(tmp_path / "merged"), hub.tokens())
     base, _ = logits_of(open_source(source), hub.tokens())
     assert ran_by == "transformers" and float((merged - base).abs().max()) > 1e-2
-    unmerged = merged_logits_of_ours(folder)
+    unmerged = unmerged_logits(folder)
     torch.testing.assert_close(unmerged, merged, rtol=1e-4, atol=1e-4)
+    config = recipe_of_checkpoint(checkpoint)
+    speaking = load_model(
+        checkpoint,
+        config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        open_base=lambda source: open_source(Path(source)).weights,
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(speaking(hub.tokens()).logits, unmerged, rtol=1e-4, atol=1e-4)
 
 
-def merged_logits_of_ours(folder: Path) -> torch.Tensor:
+def unmerged_logits(folder: Path) -> torch.Tensor:
     """Of the model with its adapters beside the weights, not in them."""
     from paceline.models.lora import attach_adapters
     from paceline.models.transformer import Transformer

@@ -102,7 +102,7 @@ def _speaker(asked: Asked, device: torch.device, console: Console, spread: Sprea
     from paceline.report.console import print_findings
 
     over = spread or stay_whole
-    if asked.adapter is not None or is_hub_folder(asked.source):
+    if asked.adapter is not None or is_hub_folder(asked.source) or _has_adapters(asked.source):
         from paceline.interop.speak import load_hub_speaker
 
         return load_hub_speaker(
@@ -115,6 +115,13 @@ def _speaker(asked: Asked, device: torch.device, console: Console, spread: Sprea
         report=lambda finding: print_findings(console, [finding]),
         spread=over,
     )
+
+
+def _has_adapters(source: Path) -> bool:
+    """Whether it is a run whose checkpoints lack the weights that its adapters belong to."""
+    from paceline.interop.sources import is_adapted
+
+    return is_adapted(source)
 
 
 def _degree(asked: Asked, kind: _DeviceKind, speech: Callable[[], Speech]) -> int:

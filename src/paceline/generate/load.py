@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.adapters import BaseReference, OpenBase, whole_model
 from paceline.checkpoint.locate import Report, find_checkpoint
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.checkpoint.store import Checkpoint
-from paceline.checkpoint.weights import CheckpointSource, companions
+from paceline.checkpoint.weights import CheckpointSource, WeightSource, companions, fill
 from paceline.config.load import validate
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
@@ -77,6 +78,7 @@ def load_speaker(
     tokenizer: str = "",
     report: Report | None = None,
     spread: Spread = stay_whole,
+    open_base: OpenBase | None = None,
 ) -> Speaker:
     """Builds the model of a run folder or checkpoint. On one device no process group is needed.
 
@@ -86,6 +88,7 @@ def load_speaker(
         tokenizer: overrides the one that the run used.
         report: hears of damaged checkpoints that were passed over.
         spread: each rank then reads its own part.
+        open_base: of a run with adapters, opens the weights that they belong to; None = those of another run of ours.
 
     Raises:
         CheckpointError: no whole checkpoint is there, or its weights are not those of its recipe.
@@ -96,7 +99,9 @@ def load_speaker(
     config = recipe_of(checkpoint)
     found = load_tokenizer(tokenizer or tokenizer_of(checkpoint, config))
     refuse_tokenizer(found, config.model.vocab_size)
-    model = load_model(checkpoint, config, device=device, dtype=speaking_dtype(device), spread=spread)
+    model = load_model(
+        checkpoint, config, device=device, dtype=speaking_dtype(device), spread=spread, open_base=open_base
+    )
     return Speaker(model=model, tokenizer=found, checkpoint=checkpoint, config=config)
 
 
@@ -122,15 +127,25 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     spread: Spread = stay_whole,
+    open_base: OpenBase | None = None,
 ) -> Transformer:
-    """The plain model in evaluation mode, filled from a checkpoint.
+    """The plain model in evaluation mode, filled from a checkpoint; adapters are merged into the weights.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
     model, into = empty_model(config.model, device=device, dtype=dtype, spread=spread)
-    CheckpointSource(checkpoint).fill(into, ignore=("mtp.",))
+    source = CheckpointSource(checkpoint)
+    if config.lora.on:
+        base = BaseReference.from_extra(checkpoint.state().extra)
+        fill(whole_model(source, config.lora, base, open_base or _open_run, str(checkpoint.folder)), into)
+    else:
+        source.fill(into, ignore=("mtp.",))
     return model.eval()
+
+
+def _open_run(source: str) -> WeightSource:
+    return CheckpointSource(Path(source))
 
 
 def empty_model(

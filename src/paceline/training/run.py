@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from paceline.checkpoint.adapters import BaseReference
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint
+from paceline.checkpoint.weights import WeightSource
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, dump_recipe
 from paceline.config.run import RunConfig
@@ -39,7 +41,7 @@ from paceline.runtime.start_clock import StartClock
 from paceline.training.adapters import adapter_facts, begin_adapters, load_base
 from paceline.training.exports import mark_outdated
 from paceline.training.feed import Feed, open_datasets, samples_needed
-from paceline.training.foreign import Exporter, load_initial
+from paceline.training.foreign import Exporter, load_initial, open_weights
 from paceline.training.persist import RunSaver, restore
 from paceline.training.recording import build_capture, build_recorder
 from paceline.training.reference_cache import ReferenceCache
@@ -305,10 +307,13 @@ class _Run:
         if not reason:
             evaluation = self._final_evaluation(opened)
             if self.info.is_main and self.config.checkpoint.save_last:
-                samples = draw_samples(self.folder.path, self.config, self.device)
+                samples = draw_samples(self.folder.path, self.config, self.device, self._open_base)
         if self.info.is_main and self.folder.metrics_path.exists():
             summary = self._summary(opened.trainer.progress, evaluation, samples, reason)
             summary.write(self.folder.path)
+
+    def _open_base(self, source: str) -> WeightSource:
+        return open_weights(Path(source), self.registry, self.config)
 
     def _final_evaluation(self, opened: _Opened) -> Evaluation | None:
         """On the test split where there is one, else on all of the validation data."""

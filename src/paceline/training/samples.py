@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from paceline.checkpoint.adapters import OpenBase
 from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
 from paceline.data.build import TokenizerInfo
@@ -35,7 +36,9 @@ def keep_tokenizer(folder: Path, info: TokenizerInfo) -> None:
     beside.replace(target)
 
 
-def draw_samples(folder: Path, config: RunConfig, device: torch.device) -> tuple[tuple[str, str], ...]:
+def draw_samples(
+    folder: Path, config: RunConfig, device: torch.device, open_base: OpenBase | None = None
+) -> tuple[tuple[str, str], ...]:
     """(prompt, continuation) for each of `observe.sample_prompts`, from the run's newest checkpoint; for rank 0.
 
     Reads the checkpoint into a plain model beside the trained one, so it also shows that the checkpoint is good. Where
@@ -50,7 +53,7 @@ def draw_samples(folder: Path, config: RunConfig, device: torch.device) -> tuple
         log.warning("no samples: the model needs %s beside the trained one, %s are free", gib(needed), gib(free))
         return ()
     try:
-        speaker = load_speaker(folder, device=device)
+        speaker = load_speaker(folder, device=device, open_base=open_base)
     except (CheckpointError, ConfigError, DataError) as error:
         log.warning("no samples: %s", error.subject)
         return ()
