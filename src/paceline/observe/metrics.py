@@ -57,7 +57,7 @@ class Meter:
     ``read`` is a collective over the default process group.
 
     Args:
-        tokens_per_step: tokens of a global batch, over all ranks and micro-batches: what tokens/s counts.
+        tokens_per_step: tokens of a global batch, over all ranks and micro-batches, where a step does not say.
         num_devices: devices that share this work: the world size.
         tokens_before, skipped_before: totals of the run so far, from the checkpoint of a resumed one.
         mean_names: extra means a micro-batch may add to; the same on all ranks, or the collective would not fit.
@@ -94,6 +94,7 @@ class Meter:
         self._skipped = torch.tensor([skipped_before, 0], dtype=torch.int64, device=device)
         self._fresh = True
         self._steps = 0
+        self._window_tokens = 0
         self._data_wait_seconds = 0.0
         self._excluded_seconds = 0.0
         self._window_start = self._clock()
@@ -104,6 +105,7 @@ class Meter:
         self._excluded_seconds = 0.0
         self._data_wait_seconds = 0.0
         self._steps = 0
+        self._window_tokens = 0
         self._energy.take()
 
     def add_data_wait(self, seconds: float) -> None:
@@ -127,13 +129,15 @@ class Meter:
             self._sums[index] += value.detach()
             self._sums[index + 1] += number
 
-    def end_step(self, grad_norm: Tensor, skipped: Tensor) -> None:
+    def end_step(self, grad_norm: Tensor, skipped: Tensor, tokens: int | None = None) -> None:
         """Ends a step.
 
         Args:
             grad_norm: global norm before clipping, a scalar on the device, equal on all ranks.
             skipped: boolean scalar on the device, equal on all ranks: the update was left out.
+            tokens: of this step's global batch; None = ``tokens_per_step``.
         """
+        tokens = self.tokens_per_step if tokens is None else tokens
         if self._fresh:
             # a pipeline stage without the loss has added nothing to this step
             self._sums.zero_()
@@ -143,7 +147,8 @@ class Meter:
         self._skipped[0] += flag
         self._skipped[1] = (self._skipped[1] + 1) * flag
         self._steps += 1
-        self.tokens += self.tokens_per_step
+        self.tokens += tokens
+        self._window_tokens += tokens
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -185,6 +190,7 @@ class Meter:
             | dict(extra or {}),
         )
         self._window_start, self._excluded_seconds, self._data_wait_seconds, self._steps = now, 0.0, 0.0, 0
+        self._window_tokens = 0
         return Reading(
             record=record,
             skipped_in_a_row=int(table[self._rank(), _IN_A_ROW]),
@@ -205,7 +211,7 @@ class Meter:
         skipped: int,
         extra: Mapping[str, Metric],
     ) -> tuple[StepRecord, tuple[Finding, ...]]:
-        tokens_per_second = self.tokens_per_step / step_seconds / self.num_devices
+        tokens_per_second = self._window_tokens / self._steps / step_seconds / self.num_devices
         flops = self.rates.flops_per_token
         tflops = None if flops is None else flops * tokens_per_second / TERA
         mfu = None if tflops is None or self.rates.peak_tflops is None else tflops / self.rates.peak_tflops
@@ -237,7 +243,7 @@ class Meter:
         if not joules > 0 or not seconds > 0:  # also nan
             return {}
         return {
-            "tokens_per_joule": self.tokens_per_step * self._steps / joules,
+            "tokens_per_joule": self._window_tokens / joules,
             "watts_per_gpu": joules / seconds / self.num_devices,
         }
 

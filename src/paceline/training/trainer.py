@@ -153,7 +153,8 @@ class Trainer:
         self.meter.add_data_wait(self.feed.wait_seconds - waited)
         self._recent.append((number, batches))
         outcome = self.step.run(number, batches)
-        self._count(outcome)
+        # rows of a step have one length, which may be another one than train.seq_len (data.packing = "buckets")
+        self._count(outcome, self.config.train.global_batch_size * batches[0].tokens.shape[1])
         self.collection.after_step(number)
         self.phases.mark("log")
         reading = self._read(number, outcome)
@@ -173,11 +174,10 @@ class Trainer:
             )
         )
 
-    def _count(self, outcome: StepOutcome) -> None:
-        train = self.config.train
+    def _count(self, outcome: StepOutcome, tokens: int) -> None:
         self.progress.step += 1
-        self.progress.consumed_samples += train.global_batch_size
-        self.progress.tokens += train.global_batch_size * train.seq_len
+        self.progress.consumed_samples += self.config.train.global_batch_size
+        self.progress.tokens += tokens
         means: dict[str, tuple[Tensor, Tensor | int]] = {}
         if self.config.model.is_moe:
             # a stage without experts may be the one that counts the sequences
@@ -187,7 +187,7 @@ class Trainer:
             means["mtp_loss"] = (outcome.mtp_loss_sum, outcome.local_count)
         means |= {name: (value[0], value[1]) for name, value in outcome.means.items()}
         self.meter.add_micro_batch(outcome.loss_sum, outcome.local_count, means)
-        self.meter.end_step(outcome.grad_norm, ~outcome.finite)
+        self.meter.end_step(outcome.grad_norm, ~outcome.finite, tokens)
         if self.experts is not None:
             counted = (outcome.expert_load, outcome.experts_dropped, outcome.router_entropy)
             for stage, load, dropped, entropy in zip(self.step.stages, *counted, strict=True):
