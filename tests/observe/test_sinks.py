@@ -156,3 +156,36 @@ def test_events_of_a_run(tmp_path: Path) -> None:
     seen = [(event["event"], event["step"]) for event in read_events(tmp_path)]
     assert seen == [("start", 0), ("checkpoint", 5), ("stop", 5), ("resume", 5), ("error", 7)]
     assert read_events(tmp_path)[-1]["message"] == "bad"
+
+
+def test_every_sink_is_closed_whatever_one_of_them_does(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Recording:
+        def __init__(self, name: str, error: Exception | None = None) -> None:
+            self.name, self.error = name, error
+
+        def start(self, start: RunStart) -> None: ...
+
+        def record(self, record: StepRecord) -> None: ...
+
+        def evaluation(self, step: int, values: Mapping[str, float]) -> None: ...
+
+        def close(self, failed: bool) -> None:
+            closed.append(f"{self.name} {failed}")
+            if self.error is not None:
+                raise self.error
+
+    hook = SinkHook([Recording("a"), Recording("b", OSError("disk full")), Recording("c")])
+    with pytest.raises(OSError, match="disk full"):
+        hook.on_end(RunEnd(step=1))
+    assert closed == ["a False", "b False", "c False"]
+
+
+def test_services_that_never_started_are_closed_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook before them failed at the start of the run."""
+    service = Service()
+    pretend(monkeypatch, service)
+    hook = SinkHook(build_sinks(RunFolder(tmp_path), **EVERY_SERVICE))
+    hook.on_end(RunEnd(step=0, error=ValueError("elsewhere")))
+    assert service.calls == []

@@ -7,6 +7,7 @@ other steps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,8 @@ class Capture(Hook):
         self._look()
         for request in self._requests:
             if request.at <= start.step < request.at + request.steps and request.wants(self._rank):
-                self._begin(start.step, request.at + request.steps - 1)
+                if not self._begin(start.step, request.at + request.steps - 1):
+                    self._requests.remove(request)  # else it would be tried, and told, at each of its steps
                 break
 
     def on_step_end(self, end: StepEnd) -> None:
@@ -87,31 +89,45 @@ class Capture(Hook):
             self._seen = found
             self._requests.append(found)
 
-    def _begin(self, step: int, last: int) -> None:
+    def _begin(self, step: int, last: int) -> bool:
+        """False where the profiler does not start: another one is at work in this process, or the driver refuses."""
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities, record_shapes=True)
+        try:
+            profiler.start()
+        except (RuntimeError, AssertionError) as error:
+            log.warning("the capture of steps %d to %d does not begin: %s", step, last, error)
+            return False
         log.info("capturing steps %d to %d", step, last)
-        self._first, self._until = step, last
-        self._profiler = profile(activities=activities, record_shapes=True)
-        self._profiler.start()
+        self._first, self._until, self._profiler = step, last, profiler
         self._spans.open(self._modules)
         self._listen(self._spans.phase)
+        return True
 
     def _finish(self) -> None:
+        """The trace is there whole or not at all. Whatever fails costs the capture, never the run: an error of the GPU
+        comes again with the next work that it is given."""
         assert self._folder is not None
         self._listen(None)
         self._spans.close()
         profiler, self._profiler = self._profiler, None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        profiler.stop()
         path = trace_path(self._folder, self._rank, self._first)
+        partial = path.with_name(f"partial-{path.name}")  # an ending that the profiler zips, no name of a trace
         try:
+            try:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+            finally:
+                profiler.stop()  # a profiler that goes on would refuse the next one
             path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:
-            log.warning("the capture cannot be written: %s", error)
+            profiler.export_chrome_trace(str(partial))
+            partial.replace(path)
+        except (OSError, RuntimeError, AssertionError) as error:
+            log.warning("the capture of steps %d to %d is lost: %s", self._first, self._until, error)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             return
         log.info("captured steps %d to %d: %s", self._first, self._until, path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ _LOGGER = logging.getLogger("paceline.observe")
 
 
 class Sink(Protocol):
-    """Takes what a run has to show. Only rank 0 has sinks."""
+    """Takes what a run has to show. Only rank 0 has sinks. ``close`` comes also where ``start`` has not, or failed."""
 
     def start(self, start: RunStart) -> None: ...
 
@@ -49,8 +50,10 @@ class SinkHook(Hook):
                 sink.evaluation(end.step, end.evaluation)
 
     def on_end(self, end: RunEnd) -> None:
-        for sink in self.sinks:
-            sink.close(failed=end.error is not None)
+        # every sink is closed even if one before it fails; the stack calls last-in first-out
+        with ExitStack() as stack:
+            for sink in reversed(self.sinks):
+                stack.callback(sink.close, failed=end.error is not None)
 
 
 def build_sinks(
@@ -204,7 +207,8 @@ class WandbSink:
         self._run.log(_evaluation_names(values), step=step)
 
     def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+        if self._run is not None:
+            self._run.finish(exit_code=int(failed))
 
 
 class MlflowSink:
@@ -213,10 +217,12 @@ class MlflowSink:
     def __init__(self, mlflow: ModuleType, experiment: str) -> None:
         self._mlflow = mlflow
         self._experiment = experiment
+        self._started = False
 
     def start(self, start: RunStart) -> None:
         self._mlflow.set_experiment(self._experiment)
         self._mlflow.start_run(run_name=start.run_name)
+        self._started = True
         # as a file: MLflow's parameters are cut at a length that lists of blocks exceed
         self._mlflow.log_dict(dict(start.recipe), "recipe.json")
 
@@ -227,7 +233,8 @@ class MlflowSink:
         self._mlflow.log_metrics(_evaluation_names(values), step=step)
 
     def close(self, failed: bool) -> None:
-        self._mlflow.end_run(status="FAILED" if failed else "FINISHED")
+        if self._started:
+            self._mlflow.end_run(status="FAILED" if failed else "FINISHED")
 
 
 class TrackioSink:
@@ -236,9 +243,11 @@ class TrackioSink:
     def __init__(self, trackio: ModuleType, project: str) -> None:
         self._trackio = trackio
         self._project = project
+        self._started = False
 
     def start(self, start: RunStart) -> None:
         self._trackio.init(project=self._project, name=start.run_name, config=dict(start.recipe))
+        self._started = True
 
     def record(self, record: StepRecord) -> None:
         self._trackio.log(_numbers(record), step=record.step)
@@ -247,7 +256,8 @@ class TrackioSink:
         self._trackio.log(_evaluation_names(values), step=step)
 
     def close(self, failed: bool) -> None:
-        self._trackio.finish()
+        if self._started:
+            self._trackio.finish()
 
 
 class EventHook(Hook):
