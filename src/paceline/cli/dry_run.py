@@ -32,6 +32,7 @@ _KINDS = {
     "moments": "the optimizer's state",
     "activations": "kept for the backward pass of a micro-batch",
     "logits": "head and loss of a micro-batch",
+    "reference": "weights of the reference model",
 }
 
 

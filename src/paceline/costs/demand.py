@@ -42,6 +42,8 @@ class Demand:
     layers_last: Number
     """On the rank with the head."""
 
+    forwards: Number
+    """Forward passes of a micro-batch: 2 with a reference model's."""
     gemm_forward: Number
     """Of a layer and micro-batch, seconds at best; as all that follows."""
     gemm_backward: Number
@@ -182,6 +184,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         layers=layers,
         layers_inside=max((*layers_by_rank[: work.head_rank], *layers_by_rank[work.head_rank + 1 :]), default=0.0),
         layers_last=layers_by_rank[work.head_rank],
+        forwards=2.0 if work.reference_forward else 1.0,
         gemm_forward=total.gemm_forward,
         gemm_backward=wanted * total.gemm_backward,
         expert_gemm_forward=total.expert_gemm_forward,
@@ -235,9 +238,11 @@ def _head(work: Workload, tokens: float, rates: Rates) -> dict[str, float]:
     model, vocab = work.model, _head_rows(work)
     forward, backward = linear_seconds(tokens, model.hidden_size, vocab, rates.bf16, rates.hbm, rates.multiprocessors)
     depth = 1 + model.mtp_layers
+    more = work.extra_head_forwards
     # logits written, cast, read for maximum, sum and gradient; 24 bytes each, fused 8
     per_logit = 8.0 if work.chunked_loss else 24.0
     return {
-        "head_gemm": depth * (forward + backward),
-        "head_memory": depth * per_logit * tokens * vocab * 1e-12 / rates.hbm,
+        "head_gemm": depth * (forward + backward) + more * forward,
+        # the maximum and the sum are a third of the passes
+        "head_memory": (depth + more / 3) * per_logit * tokens * vocab * 1e-12 / rates.hbm,
     }

@@ -209,6 +209,10 @@ def _of_rank(
     }
     kept = inputs + sum(getattr(profile, name) * value for name, value in found.items() if name != "framework_gib")
     states = _states(work, held, profile, micro_batches, kept)
+    if work.reference_copy:
+        sharded = work.zero == 3 or (work.zero == 2 and profile.shards_parameters)
+        of_reference = width * (held.shard if sharded else held.here)
+        states = (states[0] + of_reference, *states[1:])
     return found | {"states": sum(states) + inputs}, states
 
 

@@ -12,7 +12,7 @@ pass is split, gradients of weights fill the way out: of a stage's F + I + W, `z
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,10 @@ class _Pass:
     @property
     def total(self) -> Number:
         return self.device + self.launch
+
+    def repeated(self, times: Number) -> _Pass:
+        """So often one after the other."""
+        return _Pass(**{field.name: getattr(self, field.name) * times for field in fields(self)})
 
 
 def _where(condition: Number, yes: Number, no: Number) -> Number:
@@ -106,7 +110,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
         ep=ep_once * (1 + d.communication_again),
         host=host * (1 + d.communication_again),
     )
-    return forward, backward
+    return forward.repeated(d.forwards), backward
 
 
 def _pass(*, host: Number, **parts: Number) -> _Pass:

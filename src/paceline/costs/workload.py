@@ -16,6 +16,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.costs.adapters import NF4_BYTES, count_adapters
 from paceline.costs.hardware import Hardware
+from paceline.costs.reference import extra_head_forwards, has_copy, runs_reference
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Recompute = Literal["none", "selective", "full"]
@@ -89,6 +90,12 @@ class Workload:
     """Parameters of adapters beside frozen weights."""
     frozen_bytes: float = 0.0
     """An element of a frozen linear, where that is another number than computing takes (`lora.base`)."""
+    reference_copy: bool = False
+    """The weights of a reference model are there too."""
+    reference_forward: bool = False
+    """A reference model runs over every micro-batch, forward alone."""
+    extra_head_forwards: int = 0
+    """How often logits are computed beyond once."""
     async_tp: bool = False
     """Communication of tensor parallelism is cut up and overlapped with its products."""
 
@@ -131,6 +138,9 @@ class Workload:
             fused_experts=config.model.is_moe and parallel.expert_kernels != "plain",
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
             fp8_weight_cache=train.precision == "fp8" and train.fp8_weight_cache and parallel.zero <= 1,
+            reference_copy=has_copy(config),
+            reference_forward=runs_reference(config),
+            extra_head_forwards=extra_head_forwards(config),
             frozen_weights=config.lora.on,
             adapters=count_adapters(config.model, config.lora) if config.lora.on else 0,
             frozen_bytes={"fp8": 2.0, "nf4": NF4_BYTES}.get(config.lora.base, 0.0),

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from paceline.config.run import RunConfig
+from paceline.costs.reference import has_copy, runs_reference
 from paceline.costs.stages import cut_stages
 from paceline.models.init import WeightInit
 from paceline.models.lora import adapters_off
@@ -110,9 +111,8 @@ def build_reference(
         stages: of the policy, with its ``engine``.
         plain: makes the model on the meta device, without adapters.
     """
-    task = config.task
-    if not task.reads_reference or task.precompute_reference:
+    if not runs_reference(config):
         return None
-    if config.lora.on and task.reference == "initial":
+    if not has_copy(config):
         return WithoutAdapters(stages, engine)
     return FrozenCopy(config, plain(), mesh, device)
