@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from pathlib import Path
 
 import torch
 
@@ -185,6 +184,7 @@ class _Run:
         early = not self.config.lora.on
         datasets = self._with_reference(parts, datasets) if early else datasets
         base = self._load(parts, checkpoint)
+        parts.base.settle()
         datasets = datasets if early else self._with_reference(parts, datasets)
         load_reference(parts.reference, self.config, self.registry, self.ranks)
         if self.info.is_main:
