@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 ROOMS = (
-    *("errors.py", "report", "config", "costs", "planner", "explain", "launch", "observe/telemetry"),
+    *("errors.py", "report", "config", "costs", "planner", "explain", "launch", "tuner", "observe/telemetry"),
     *("doctor/environment", "doctor/variables", "doctor/topology", "doctor/nccl", "doctor/hardware", "doctor/measured"),
 )
 FILES = (

@@ -18,7 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-VERBS = ("train", "plan", "doctor", "explain", "data", "convert", "generate", "eval", "bench")
+VERBS = ("train", "plan", "doctor", "explain", "tune", "data", "convert", "generate", "eval", "bench")
 
 
 def _print_version(asked: bool) -> None:
@@ -74,6 +74,10 @@ def _register(verbs: tuple[str, ...]) -> None:
         from paceline.cli.explain import explain
 
         app.command("explain")(explain)
+    if "tune" in verbs:
+        from paceline.cli.tune import tune
+
+        app.command("tune")(tune)
     if "data" in verbs:
         from paceline.cli.data import app as data_app
 
