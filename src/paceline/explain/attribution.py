@@ -23,7 +23,8 @@ from paceline.explain.trace_file import events_of
 
 MODULE, PHASE = "module: ", "phase: "
 """As `observe/capture.py` names spans."""
-_BACKWARD = "autograd::engine::evaluate_function: "
+BACKWARD = "autograd::engine::evaluate_function: "
+"""What names of operators of the backward pass begin with."""
 _GPU = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _RUNTIME = frozenset(("cuda_runtime", "cuda_driver", "hip_runtime"))
 _WIDTHS = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "bool": 1}
@@ -219,7 +220,7 @@ def _modules_by_number(threads: Iterable[list[_Span]]) -> dict[int, str]:
                 span.category != "cpu_op"
                 or not isinstance(number, int)
                 or _undoes(stack)
-                or span.name.startswith(_BACKWARD)
+                or span.name.startswith(BACKWARD)
             ):
                 continue
             module = _module(stack)
@@ -229,7 +230,7 @@ def _modules_by_number(threads: Iterable[list[_Span]]) -> dict[int, str]:
 
 
 def _undoes(stack: Sequence[_Span]) -> bool:
-    return any(span.name.startswith(_BACKWARD) for span in stack)
+    return any(span.name.startswith(BACKWARD) for span in stack)
 
 
 def _module(stack: Sequence[_Span]) -> str:
@@ -247,7 +248,7 @@ def _owner(
     at = bisect_right(starts, span.start) - 1
     phase = names[at] if at >= 0 and span.start < ends[at] else ""
     module = _module(stack)
-    backward = next((one for one in reversed(everything) if one.name.startswith(_BACKWARD)), None)
+    backward = next((one for one in reversed(everything) if one.name.startswith(BACKWARD)), None)
     if module and (backward is not None or phase == "backward"):
         phase = "recompute"
     elif backward is not None:
@@ -264,12 +265,12 @@ def _owner(
         module = "autograd engine"
     operator = next((one for one in everything if one.category == "cpu_op" and _flops(one) > 0), None)
     operator = operator or next(
-        (one for one in reversed(everything) if one.category == "cpu_op" and not one.name.startswith(_BACKWARD)), None
+        (one for one in reversed(everything) if one.category == "cpu_op" and not one.name.startswith(BACKWARD)), None
     )
     return Owner(
         module=module,
         phase=phase,
-        operator=operator.name if operator else span.name.removeprefix(_BACKWARD),
+        operator=operator.name if operator else span.name.removeprefix(BACKWARD),
         shapes=_shapes(operator) if operator else "",
         flops=_flops(operator) if operator else 0.0,
         bytes_moved=_bytes(operator) if operator else 0.0,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.explain.attribution import attribute
 from paceline.explain.cause import Cause, ranked
 from paceline.explain.compare import parts_table
 from paceline.explain.explanation import Explanation, bars
+from paceline.explain.host_operators import own_seconds
 from paceline.explain.kinds import COMMUNICATION, collective_of
 from paceline.explain.rank_trace import RankTrace, as_dict, load
 from paceline.report import units
@@ -145,7 +145,7 @@ def _collectives_table(a: RankTrace, b: RankTrace) -> Table:
 def compare_host_traces(a: RankTrace, b: RankTrace) -> Explanation:
     """Where one of two traces holds no work of a GPU: the operators of the CPU, if both recorded any."""
     both = not len(a.trace.start) and not len(b.trace.start)
-    operators = [_operators(one) for one in (a, b)] if both else [{}, {}]
+    operators = [own_seconds(one.trace.path) for one in (a, b)] if both else [{}, {}]
     steps = steps_of(a, b)
     spent = [
         {name: seconds / number for name, seconds in one.items()}
@@ -185,14 +185,6 @@ def compare_host_traces(a: RankTrace, b: RankTrace) -> Explanation:
         findings=(cause.finding(),),
         data={"traces": [as_dict(a), as_dict(b)], "per_step": bool(steps), "operators": spent},
     )
-
-
-def _operators(one: RankTrace) -> dict[str, float]:
-    """Own seconds by operator of the CPU."""
-    found: dict[str, float] = {}
-    for row in attribute(one.trace.path).rows:
-        found[row.operator] = found.get(row.operator, 0.0) + row.seconds
-    return found
 
 
 def _largest(first: dict[str, float], second: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
