@@ -65,6 +65,10 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         ),
         (1, ("observe.record=false", "observe.capture_at=[5]"), "observe.capture_at = [5] has no effect here"),
         (1, ("checkpoint.export_interval=5",), "checkpoint.export_interval = 5 has no effect here: nothing is"),
+        (1, ("data.train=corpus", "data.mask=last"), "data.mask = 'last' has no effect here: data.train is a dataset"),
+        (1, ("data.train=chat.jsonl", "data.mask=last"), ""),
+        (1, ("data.train=corpus", "task.kind=sft", "data.packing=none"), ""),
+        (1, ("data.train=chat.jsonl", "data.order=epoch"), "data.order = 'epoch' has no effect here: rows have"),
     ],
 )
 def test_an_idle_option_is_told(

@@ -87,6 +87,16 @@ OPTIONS = (
     ),
     Idle(keys=("task.center_rewards",), where=_of_task("reward"), because="it belongs to task.kind 'reward'."),
     Idle(
+        keys=("data.template", "data.mask", "data.packing", "data.too_long", "data.bad_rows", "data.epochs"),
+        where=lambda asked: not asked.config.data.reads_rows(asked.config.task.kind),
+        because="data.train is a dataset of tokens, not rows of conversations and their like.",
+    ),
+    Idle(
+        keys=("data.order", "data.reset_at_document_ends", "data.eod_mask_loss"),
+        where=lambda asked: asked.config.data.reads_rows(asked.config.task.kind),
+        because="rows have an order of their own, and their documents never see each other.",
+    ),
+    Idle(
         keys=("checkpoint.export_interval",),
         where=lambda asked: not asked.config.checkpoint.export,
         because="nothing is exported (checkpoint.export is empty).",

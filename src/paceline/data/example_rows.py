@@ -74,6 +74,12 @@ def lay_out(selection: Selection, seq_len: int, packing: Packing, seed: int) -> 
     return one_each(len(selection.members))
 
 
+def bucket_size(seq_len: int, multiple: int) -> int:
+    """What lengths of sequences are multiples of with `buckets`: about an eighth, itself one of ``multiple``."""
+    step = -(-seq_len // BUCKETS)
+    return min(seq_len, -(-step // multiple) * multiple)
+
+
 class ExampleRows:
     """A source of samples (`SampleSource`).
 
@@ -104,8 +110,7 @@ class ExampleRows:
         self.num_documents += self.num_documents % 2
         self._num_samples = num_samples
         self._bucket_of = bucket_of if num_samples is not None else 0
-        step = -(-seq_len // BUCKETS)
-        self._bucket = min(seq_len, -(-step // multiple) * multiple)
+        self._bucket = bucket_size(seq_len, multiple)
         # threads of a loader ask for neighbours: two epochs at most
         self._order: Callable[[int], tuple[NDArray[np.int64], NDArray[np.int64]]] = lru_cache(2)(self._make_order)
 

@@ -17,7 +17,7 @@ from paceline.data.build import SPLITS, Datasets, SourceReport, Split, Tokenizer
 from paceline.data.documents import Encoder
 from paceline.data.example_files import OpenedRows, RowRequest, open_encoder, open_rows
 from paceline.data.example_fit import Fitted, fit
-from paceline.data.example_rows import ExampleRows, lay_out, select
+from paceline.data.example_rows import ExampleRows, bucket_size, lay_out, select
 from paceline.data.gpt_index import split_ranges
 from paceline.data.mixture import Mixture, blend_order, blend_sizes, normalized
 from paceline.data.sources import SampleSource
@@ -200,7 +200,9 @@ class _Builder:
             "task": request.task,
             "seed": request.seed,
             "options": [config.packing, config.too_long],
-            "batch": [request.global_batch_size, request.multiple] if config.packing == "buckets" else [],
+            "buckets": [request.global_batch_size, bucket_size(request.seq_len, request.multiple)]
+            if config.packing == "buckets"
+            else [],
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
