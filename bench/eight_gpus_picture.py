@@ -83,7 +83,7 @@ def waterfall(title: str, run: Mapping[str, Any]) -> str:
         ]
         said = f"{1e3 * seconds:.1f} ms"
         if (expected := part["expected_seconds"]) is not None:
-            at = LEFT + scale * (reached + expected)
+            at = LEFT + min(scale * (reached + expected), SCALE)
             parts.append(f'<line class="expected" x1="{at:.1f}" y1="{y}" x2="{at:.1f}" y2="{y + ROW - 2}"/>')
             said += f", plan {1e3 * expected:.1f}"
         parts.append(f'<text x="{WIDTH - 8}" y="{y + 14}" text-anchor="end">{said}</text>')
