@@ -243,6 +243,17 @@ EXCLUSIONS = (
         because="The cache is where the weights are: there are no others.",
     ),
     Exclusion(
+        id="config.lora-nf4-compile",
+        options=(_NF4_BASE, _COMPILE),
+        because="The compiler does not see through torchao's NF4 weights.",
+    ),
+    Exclusion(
+        id="config.lora-nf4-split-backward",
+        options=(_NF4_BASE, _SPLIT_BACKWARD),
+        because="This schedule computes the gradients of weights apart from those of inputs; with NF4 it has not been "
+        "tested.",
+    ),
+    Exclusion(
         id="config.lora-nf4-fp8",
         options=(_NF4_BASE, _FP8),
         because="Weights in NF4 are multiplied in bf16.",

@@ -27,6 +27,8 @@ Target = Literal[
 ]
 """The linears of a block, in dense and in latent attention and in the MLP, or all of them."""
 
+BaseFormat = Literal["bf16", "fp8", "nf4"]
+
 _LINEAR = re.compile(r"(blocks\.\d+\.(?:attention|feed_forward(?:\.shared)?))\.(\w+_proj)\.weight")
 
 LEAVES = ("lora_a", "lora_b", "lora_magnitude")
@@ -50,7 +52,7 @@ class LoraConfig(Section):
     """Scale by `alpha / sqrt(rank)` (rank-stabilised, arXiv:2312.03732)."""
     dora: bool = False
     """A learned length for each output's row, whose direction the pair changes (DoRA, arXiv:2402.09353)."""
-    base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    base: BaseFormat = "bf16"
     """How frozen linears are kept. `bf16`: as the model computes (fp32 with `train.precision = "fp32"`). `fp8`: with
     `train.precision = "fp8"`, cast once, without the bf16 weights. `nf4`: 4 bits with double quantisation (QLoRA,
     arXiv:2305.14314), multiplied in `train.precision`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.config.lora import BaseFormat
 from paceline.config.parallel import ParallelConfig, RecomputeMode
 from paceline.models.transformer import Transformer
 from paceline.parallel.accumulate import accumulate_products
@@ -17,6 +18,7 @@ from paceline.parallel.engine import Engine
 from paceline.parallel.expert.fuse import fuse_experts, put_experts_in_fp8
 from paceline.parallel.expert.shard import gather_tokens, shard_experts
 from paceline.parallel.flat import FlatEngine
+from paceline.parallel.frozen import FrozenBase, keep_in_nf4
 from paceline.parallel.fsdp import FsdpEngine
 from paceline.parallel.low_precision import Fp8Options, Fp8Weights, use_fp8
 from paceline.parallel.mesh import ParallelMesh
@@ -35,6 +37,8 @@ class Parallelized:
     stages: tuple[Transformer, ...]
     """This rank's parts of the model, in the order of their use."""
     engine: Engine
+    base: FrozenBase
+    """To be settled once the weights have come."""
 
 
 def parallelize(
@@ -47,6 +51,7 @@ def parallelize(
     cut: Sequence[range] | None = None,
     fp8: Fp8Options | None = None,
     widen_gradients: bool = True,
+    base_in: BaseFormat = "bf16",
 ) -> Parallelized:
     """Applies the `[parallel]` section to a plain model on the meta device. The order matters. Collective.
 
@@ -56,6 +61,7 @@ def parallelize(
         cut: the blocks of every pipeline stage; None = all of them in one.
         widen_gradients: the flat engine's; False if the optimizer reads gradients in `accumulate_dtype`.
         fp8: how, where the precision is fp8; None = `Fp8Options`' defaults.
+        base_in: `lora.base`, of a model with adapters.
     """
     assert all(parameter.is_meta for parameter in model.parameters()), "build the model on the meta device"
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -63,7 +69,9 @@ def parallelize(
     # first: later steps need only look at what this rank owns
     stages = split_into_stages(model, config, mesh, cut or (range(len(model.blocks)),))
     shards: dict[str, Shard] = {}
-    fp8_weights = Fp8Weights()
+    fp8_weights, base = Fp8Weights(), FrozenBase()
+    if base_in == "fp8":
+        base.keep_fp8(fp8_weights)
     for stage in stages:
         shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
         shards |= shard_experts(stage, mesh, layout)
@@ -81,6 +89,8 @@ def parallelize(
         if config.adds_weight_gradients:
             # last of all that changes layers: takes what is plain, or replaced by tp, whose products know places
             accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1, but=in_fp8)
+        if base_in == "nf4":
+            base.add(keep_in_nf4(stage, mesh["tp"]))
         join_adapters(stage, mesh["tp"])  # around whatever products have become
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
         if config.compile:
@@ -95,7 +105,8 @@ def parallelize(
         engine = FsdpEngine(stages, config, mesh, kind, device, shards, shapes)
     if isinstance(engine, FlatEngine):
         engine.on_publish = fp8_weights.expire
-    return Parallelized(stages=stages, engine=engine)
+        engine.kept_beside = lambda: base.nbytes
+    return Parallelized(stages=stages, engine=engine, base=base)
 
 
 def _recompute_modes(config: ParallelConfig, stage: Transformer) -> list[RecomputeMode]:

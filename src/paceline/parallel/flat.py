@@ -67,6 +67,8 @@ class FlatEngine:
         self.shapes: Mapping[str, torch.Size] = dict(shapes)
         self.on_publish: Callable[[], None] | None = None
         """Called when the weights that the model computes with are about to change."""
+        self.kept_beside: Callable[[], int] = lambda: 0
+        """Bytes that somebody keeps in place of frozen weights."""
         self._device, self._world = device, mesh["world"]
         sites = parameter_sites(stages, precision)
         self._shards = {name: shard_of(name, site.parameter, shards) for name, site in sites.items()}
@@ -151,7 +153,7 @@ class FlatEngine:
         total = Counter({"parameters": 0, "gradients": 0, "masters": 0, "host": 0})
         for group in self._groups:
             total.update(group.bytes_by_kind())
-        total["parameters"] += sum(site.parameter.nbytes for site in self._frozen.values())
+        total["parameters"] += sum(held_bytes(site.parameter) for site in self._frozen.values()) + self.kept_beside()
         return dict(total)
 
 
@@ -237,6 +239,11 @@ def frozen_weights(sites: Mapping[str, Site], shards: Mapping[str, Shard]) -> di
         shard, value = shards[name], ShardedValue.from_full(site.parameter)
         found[name] = value.inside(shard.whole, shard.offsets, saved=shard.saved)
     return found
+
+
+def held_bytes(parameter: Tensor) -> int:
+    """Of a parameter's memory, which may have been given up (`frozen.py`)."""
+    return min(parameter.nbytes, parameter.untyped_storage().nbytes())
 
 
 def whole_model(found: Mapping[str, ShardedValue], shapes: Mapping[str, torch.Size]) -> dict[str, ShardedValue]:

@@ -93,6 +93,11 @@ class JoinedLinears:
     def _options(self) -> dict[str, Any]:
         return {"scaling": self.scaling, "cached": self.cached, "kernel": self.kernel, "cut": self.cut}
 
+    @property
+    def frozen(self) -> bool:
+        """Nobody updates these weights."""
+        return not any(linear.weight.requires_grad for linear in self.linears)
+
     @torch.no_grad()
     def cast(self) -> None:
         """Takes the weights as they are now. Collective where they are cut."""
@@ -135,7 +140,20 @@ class Fp8Weights:
         if self._stale[block]:
             self._stale[block] = False
             for joined in self._members[block]:
-                joined.cast()
+                # what is frozen was cast once for all, and the weights may be gone
+                if not (isinstance(joined, JoinedLinears) and joined.frozen and joined.cached is not None):
+                    joined.cast()
+
+    def cast_frozen(self) -> list[nn.Linear]:
+        """Casts all that is frozen, block by block, and returns the linears that it was made of. Collective where they
+        are cut."""
+        found: list[nn.Linear] = []
+        for members in self._members.values():
+            for joined in members:
+                if isinstance(joined, JoinedLinears) and joined.frozen:
+                    joined.cast()
+                    found += joined.linears
+        return found
 
     @property
     def nbytes(self) -> int:

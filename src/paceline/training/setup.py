@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from paceline.observe.metrics import Meter, Rates
 from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
+from paceline.parallel.frozen import FrozenBase, refuse_without_torchao
 from paceline.parallel.low_precision import Fp8Options, refuse_without_fp8
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Pipeline
@@ -65,6 +67,8 @@ class Parts:
     stages: tuple[Transformer, ...]
     """This rank's parts of the model"""
     engine: Engine
+    base: FrozenBase
+    """Frozen weights that are kept in fewer bits once they have come"""
     optimizer: Optimizer
     staged: StagedTask
     step: TrainStep
@@ -91,13 +95,16 @@ def build_parts(
     """
     if config.train.precision == "fp8":
         refuse_without_fp8(device, config.train.fp8_scaling)
+    if config.lora.on and config.lora.base == "nf4":
+        refuse_without_torchao()
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
     done("mesh")
     plain = build_model(config, dtype=dtype)
     cut = cut_stages(config, config.parallel.stages)
     precision, fp8 = config.train.precision, Fp8Options.of(config.train)
     widen = not config.optim.reads_any_gradient
-    spread = parallelize(plain, config.parallel, mesh, precision, device, cut=cut, fp8=fp8, widen_gradients=widen)
+    options: dict[str, Any] = {"cut": cut, "fp8": fp8, "widen_gradients": widen, "base_in": config.lora.base}
+    spread = parallelize(plain, config.parallel, mesh, precision, device, **options)
     engine = spread.engine
     engine.materialize(WeightInit(config.model, config.run.seed, config.lora))
     optimizer = build_optimizer(config.optim, engine, mesh)
@@ -132,6 +139,7 @@ def build_parts(
         mesh=mesh,
         stages=spread.stages,
         engine=engine,
+        base=spread.base,
         optimizer=optimizer,
         staged=staged,
         reference=reference,
