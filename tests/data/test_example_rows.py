@@ -23,6 +23,7 @@ from paceline.data.example_files import RowRequest
 from paceline.data.example_sets import build_row_datasets
 from paceline.data.loader import Loader, collate
 from paceline.data.sources import Sample
+from paceline.kernels.attention import AttentionKernel, attention_core
 from paceline.models.transformer import Transformer
 
 ROW = 192
@@ -232,17 +233,18 @@ def test_buckets_give_each_batch_the_length_that_it_needs(tmp_path: Path) -> Non
 
 
 @cache
-def model(name: str = "tiny_llama") -> Transformer:
+def model(name: str = "tiny_llama", kernel: AttentionKernel = "auto") -> Transformer:
     found = Transformer(ModelConfig(**preset(name) | {"num_layers": 2, "vocab_size": 257}))
+    found.set_attention_core(attention_core(kernel))
     found.init_weights(0)
     return found.eval()
 
 
-def losses(batch: Batch, name: str = "tiny_llama") -> dict[tuple[int, ...], torch.Tensor]:
+def losses(batch: Batch, *which: str) -> dict[tuple[int, ...], torch.Tensor]:
     """Losses of the labels of each document, by its tokens."""
     assert batch.documents is not None
     with torch.no_grad():
-        logits = model(name)(batch.tokens, positions=batch.positions, documents=batch.documents).logits
+        logits = model(*which)(batch.tokens, positions=batch.positions, documents=batch.documents).logits
     assert logits is not None
     found = {}
     for b in range(len(batch.tokens)):
@@ -256,19 +258,26 @@ def losses(batch: Batch, name: str = "tiny_llama") -> dict[tuple[int, ...], torc
     return found
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo", "kto"])
-def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, task: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "which"),
+    [
+        ("sft", ("tiny_llama", "reference")),
+        ("sft", ("tiny_llama", "sdpa")),
+        ("dpo", ("tiny_gpt", "auto")),
+        ("kto", ("tiny_deepseek", "auto")),
+    ],
+)
+def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, task: str, which: tuple[str, str]) -> None:
     """The promise of packing; and the test fails where a document can see another (a planted leak)."""
     rows = {"sft": chats, "dpo": pairs, "kto": judged}[task](16)
     data = build(write(tmp_path, rows), task).train
     count = data.source.rows_an_epoch  # type: ignore[attr-defined]
     packed = collate([data[i] for i in range(count)])
-    together = losses(packed)
-    worst = 0.0
+    together = losses(packed, *which)
     for tokens, expected in together.items():
         ids = torch.tensor([tokens])
         with torch.no_grad():
-            logits = model()(ids).logits
+            logits = model(*which)(ids).logits
         assert logits is not None
         labels = torch.cat((ids[0, 1:], torch.tensor([IGNORE_INDEX])))
         has = expected != 0
@@ -278,7 +287,7 @@ def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, task: st
     # planted: the second document of each row has the number of the first
     leaky = replace(packed, documents=torch.where(packed.documents == 1, 0, packed.documents))
     with torch.no_grad():
-        logits = model()(leaky.tokens, positions=leaky.positions, documents=leaky.documents).logits
+        logits = model(*which)(leaky.tokens, positions=leaky.positions, documents=leaky.documents).logits
     assert logits is not None
     second = packed.documents == 1
     right = torch.cat([together[tuple(packed.tokens[b, second[b]].tolist())] for b in range(count)])

@@ -51,6 +51,7 @@ def test_bad_rows_are_refused_with_their_places(tmp_path: Path) -> None:
     data = build(train=path, bad_rows="skip")
     assert examples(data) == 2
     assert "skipped: 2 of 4 rows cannot be used" in data.reports[0].note
+    assert f"{path}:2: empty assistant turn" in str(data.reports[0])
     with pytest.raises(DataError, match="1 of 1 rows"):
         build(train=write(tmp_path / "b.jsonl", [chat("b", "")]), bad_rows="skip")
 

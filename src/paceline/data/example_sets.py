@@ -215,4 +215,5 @@ def _note(fitted: Fitted, source: ExampleRows, tally: Tally) -> str:
     if fitted.too_long.bad:
         verb = {"truncate": "cut", "drop": "left out"}[fitted.policy]
         parts.append(f"{fitted.too_long.bad:,} examples longer than a sequence {verb}")
-    return "; ".join(parts)
+    lists = [found.listing() for found in (tally, fitted.too_long) if found.bad]
+    return "\n  ".join(["; ".join(parts), *(line for found in lists for line in found.splitlines())])
