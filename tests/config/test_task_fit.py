@@ -32,6 +32,17 @@ def test_every_kind_is_known(kind: str) -> None:
     [
         (("task.kind=reward",), "config.task-score", "model.head = 'score'"),
         (("task.kind=dpo", "model.head=score"), "config.task-score", "task.kind = 'reward'"),
+        (
+            ("task.kind=reward", "model.head=score", "observe.sample_prompts=Hello"),
+            "config.task-score",
+            "observe.sample_prompts",
+        ),
+        (("task.kind=reward", "model.head=score", "lora.rank=4"), "config.task-lora-score", "lora.rank = 0"),
+        (
+            ("task.kind=dpo", "task.precompute_reference=true", "task.reference=there"),
+            "config.task-reference",
+            "model.init_from",
+        ),
         (("task.kind=kto", "task.reference=none"), "config.task-reference", "Leave task.reference out"),
         (("task.kind=orpo", "data.train=synthetic"), "config.task-data", "pairs of answers"),
         (("task.kind=kto", "data.train=synthetic"), "config.task-data", "judged answers"),

@@ -21,6 +21,7 @@ from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
+_CLASSIFIER, _LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
 
 TRAINING_ONLY = keys(
     """preset init_from dropout attention_dropout init_std scaled_residual_init mtp_loss_coef mtp_layers
@@ -89,6 +90,9 @@ def fields_of(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> dict[str
     config = {key: value for key, value in config.items() if key not in set(ignore)}
     problems = _refused(family, config)
     fields: dict[str, Any] = dict(family.fixed)
+    if _is_classifier(config):
+        fields["head"] = "score"
+        problems += _too_many_labels(config)
     for key in family.keys:
         value = _value(key, config)
         if value is REQUIRED:
@@ -109,6 +113,17 @@ def fields_of(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> dict[str
             "have no effect can be passed over: `paceline convert ... --ignore-key NAME`.",
         )
     return nested(fields)
+
+
+def _is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether the weights have a row for each label in place of a head: of one label, a reward model."""
+    return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def _too_many_labels(config: Mapping[str, Any]) -> list[str]:
+    # what Transformers takes where the config says nothing
+    number = config.get("num_labels") or len(config.get("id2label") or ()) or 2
+    return [] if number == 1 else [f"num_labels = {number}: ours computes one score"]
 
 
 def _value(key: Key, config: Mapping[str, Any]) -> Any:
@@ -201,6 +216,9 @@ def config_of(model: ModelConfig, model_type: str = "") -> dict[str, Any]:
 
 def _write(family: HubFamily, model: ModelConfig) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    if model.has_score:
+        name = family.architecture.removesuffix(_LANGUAGE_MODEL).removesuffix("LMHeadModel") + _CLASSIFIER
+        config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     for key in family.keys:
         value: Any = model
         for part in (key.said_by or key.ours).split("."):

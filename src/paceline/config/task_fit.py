@@ -12,6 +12,7 @@ from paceline.report.finding import Finding
 def task_errors(config: RunConfig) -> Iterator[Finding]:
     """What no layout mends."""
     yield from _score(config)
+    yield from _samples(config)
     yield from _reference(config)
     yield from _precomputed(config)
     yield from _data(config)
@@ -46,6 +47,16 @@ def _score(config: RunConfig) -> Iterator[Finding]:
             f"task.kind = {kind!r} needs a model with a vocabulary for its head, and model.head = 'score'",
             "A score is no probability of tokens.",
             "Set task.kind = 'reward', or leave model.head out.",
+        )
+
+
+def _samples(config: RunConfig) -> Iterator[Finding]:
+    if config.model.has_score and config.observe.sample_prompts:
+        yield error(
+            "config.task-score",
+            "observe.sample_prompts has texts to go on from, and a reward model says nothing",
+            "model.head = 'score': there is no head for a vocabulary.",
+            "Leave observe.sample_prompts out.",
         )
 
 

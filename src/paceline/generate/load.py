@@ -151,7 +151,17 @@ def _open_run(source: str) -> WeightSource:
 def empty_model(
     config: ModelConfig, *, device: torch.device, dtype: torch.dtype, spread: Spread = stay_whole
 ) -> tuple[Transformer, dict[str, ShardedValue]]:
-    """The model without values and without multi-token prediction, and where its weights and stored buffers go."""
+    """The model without values and without multi-token prediction, and where its weights and stored buffers go.
+
+    Raises:
+        ConfigError: it is a reward model, which does not speak.
+    """
+    if config.has_score:
+        raise ConfigError(
+            "a reward model says nothing: it gives one score for a text",
+            evidence="model.head = 'score': there is no head for a vocabulary.",
+            next_step="For its scores load the exported folder with AutoModelForSequenceClassification of Transformers.",
+        )
     model = Transformer(config.model_copy(update={"mtp_layers": 0}), dtype=dtype, device="meta")
     placed = spread(model)
     model.to_empty(device=device)

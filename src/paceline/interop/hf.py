@@ -73,12 +73,18 @@ def open_hub(
     if names_of_mtp:
         notes.append(f"{len(names_of_mtp)} tensors of multi-token prediction are left out.")
     chosen = model or described
+    if chosen.has_score and not described.has_score:
+        # a language model that a reward model begins with: its score is not among the weights
+        chosen = chosen.model_copy(update={"head": "vocabulary"})
     prefixed = _Prefixed(raw, family.model_type)
     table = hf_links(chosen, family.model_type)
     _account(path, table, prefixed, family.model_type, names_of_mtp)
     weights = LinkedSource(table, prefixed)
     notes += _stored_copies(table, prefixed, weights) if compare_copies else []
     return HubFolder(path=path, config=config, model=chosen, weights=weights, notes=tuple(notes))
+
+
+_OUTSIDE = ("lm_head.weight", "score.weight")
 
 
 class _Prefixed:
@@ -88,7 +94,7 @@ class _Prefixed:
         self._raw = raw
         names = raw.shapes()
         bare = model_type == "gpt2" and "wte.weight" in names
-        self._their = {f"transformer.{name}" if bare and name != "lm_head.weight" else name: name for name in names}
+        self._their = {f"transformer.{name}" if bare and name not in _OUTSIDE else name: name for name in names}
 
     def shapes(self) -> dict[str, torch.Size]:
         shapes = self._raw.shapes()

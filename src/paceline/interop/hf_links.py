@@ -34,7 +34,7 @@ def hf_links(model: ModelConfig, model_type: str) -> LinkTable:
     shapes = model_shapes(model)
     links = {name: _links(name, shape, model, table) for name, shape in shapes.items()}
     copies = {}
-    if model.tie_embeddings:
+    if model.ties_head:
         copies["lm_head.weight"] = "embed.weight"
     for depth in range(model.mtp_layers):
         layer = f"model.layers.{model.num_layers + depth}."

@@ -37,6 +37,7 @@ _OUTSIDE: Table = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
+    "score.weight": "score.weight",
 }
 _BLOCK_NORMS: Table = {
     "blocks.{i}.attention_norm.weight": _LAYER + "input_layernorm.weight",
@@ -100,6 +101,7 @@ GPT2: Table = {
     "embed.weight": "transformer.wte.weight",
     "embed.position_weight": "transformer.wpe.weight",
     "head.weight": "lm_head.weight",
+    "score.weight": "score.weight",
     **_GPT2_NORMS,
     **{
         f"blocks.{{i}}.attention.{p}_proj.{{w}}": Name(theirs=_H + "attn.c_attn.{w}", transposed=True, part=(k, 3))
