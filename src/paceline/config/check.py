@@ -151,13 +151,13 @@ def _not_yet(config: RunConfig, registry: Registry) -> Iterator[Finding]:
 def _export(config: RunConfig, registry: Registry) -> Iterator[Finding]:
     """What cannot be written at the end is refused at the beginning."""
     name = config.checkpoint.export
-    if not name or (name in registry.exports and name != "hf"):
-        return
+    if not name or name == "peft" or (name in registry.exports and name != "hf"):
+        return  # peft: `adapter_errors` judges it
     if name != "hf":
         yield error(
             "config.export",
             f"checkpoint.export = {name!r} is not a format that can be written",
-            f"This version and its plugins know: {', '.join(dict.fromkeys(['hf', *registry.exports]))}.",
+            f"This version and its plugins know: {', '.join(dict.fromkeys(['hf', 'peft', *registry.exports]))}.",
             "Set checkpoint.export = 'hf', or leave it out.",
         )
         return

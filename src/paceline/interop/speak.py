@@ -54,7 +54,15 @@ def load_hub_speaker(
     model, into = empty_model(opened.model, device=device, dtype=speaking_dtype(device), spread=spread)
     fill(opened.weights, into)
     config = opened.recipe or RunConfig(model=opened.model)
-    return Speaker(model=model.eval(), tokenizer=found, config=config, ends=ends, begins=_begins(opened, found))
+    checkpoint = find_checkpoint(path) if opened.format == "paceline" else None
+    return Speaker(
+        model=model.eval(),
+        tokenizer=found,
+        config=config,
+        checkpoint=checkpoint,
+        ends=ends,
+        begins=_begins(opened, found),
+    )
 
 
 def _begins(opened: Opened, tokenizer: Tokenizer) -> tuple[int, ...]:
