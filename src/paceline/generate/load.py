@@ -160,7 +160,7 @@ def empty_model(
         raise ConfigError(
             "a reward model says nothing: it gives one score for a text",
             evidence="model.head = 'score': there is no head for a vocabulary.",
-            next_step="For its scores load the exported folder with AutoModelForSequenceClassification of Transformers.",
+            next_step="For its scores load its export in Transformers: AutoModelForSequenceClassification.",
         )
     model = Transformer(config.model_copy(update={"mtp_layers": 0}), dtype=dtype, device="meta")
     placed = spread(model)
