@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data import example_cache
+from paceline.data import encode_rows, example_cache
 from paceline.data.chat_template import load_template
 from paceline.data.documents import Encoder
-from paceline.data.example_cache import Examples, FileSet, encode_files
+from paceline.data.encode_rows import FileSet
+from paceline.data.example_cache import Examples, encode_files
 from paceline.data.record_rows import find_record_files
 from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import DataError
@@ -76,7 +77,7 @@ def test_the_result_does_not_depend_on_processes_or_parts(tmp_path: Path, monkey
 def test_an_interrupted_build_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = write(tmp_path / "a.jsonl", 150, bad=(5,)), tmp_path / "cache"
     whole = encode(path, tmp_path / "other")
-    real, calls = example_cache.EncodeRows.__call__, 0
+    real, calls = encode_rows.EncodeRows.__call__, 0
 
     def interrupted(self: object, chunk: object) -> object:
         nonlocal calls
@@ -85,7 +86,7 @@ def test_an_interrupted_build_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
         return real(self, chunk)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(example_cache.EncodeRows, "__call__", interrupted)
+    monkeypatch.setattr(encode_rows.EncodeRows, "__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         encode(path, cache)
     assert not list(cache.glob("*/examples.json")), "nothing that looks complete"

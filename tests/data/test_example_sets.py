@@ -199,3 +199,11 @@ def test_margins_are_there_for_all_or_none(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [pair | {"margin": 1}, pair])
     with pytest.raises(DataError, match=r"a.jsonl:2: no margin, and 1 other rows have it"):
         build("reward", train=path)
+
+
+def test_a_folder_is_the_same_data_after_its_tokens_are_kept_in_it(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [chat("a")])
+    write(tmp_path / "b.jsonl", [chat("b")])
+    first = build(train=str(tmp_path))
+    assert (tmp_path / "cache").is_dir()
+    assert build(train=str(tmp_path)).train.identity == first.train.identity

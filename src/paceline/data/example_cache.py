@@ -23,13 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.bad_rows import BadRow, Tally
+from paceline.data.bad_rows import Tally
 from paceline.data.documents import Document, Encoder
+from paceline.data.encode_rows import Chunk, EncodedRows, EncodeRows, FileSet, chunks_of
 from paceline.data.index_cache import file_lock, store_array
 from paceline.data.pool import WorkerPool
-from paceline.data.record_formats import Layout, read_record
-from paceline.data.record_rows import RecordFile, Row, read_rows
-from paceline.data.records import BadRowError
 from paceline.errors import DataError, PacelineError
 
 log = logging.getLogger(__name__)
@@ -82,14 +80,6 @@ class Examples:
     def place(self, example: int) -> tuple[str, int]:
         """(file, line) of an example."""
         return self.paths[self.files[example]], int(self.lines[example])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileSet:
-    """Files of one layout."""
-
-    files: tuple[RecordFile, ...]
-    layout: Layout | None = None
 
 
 def encode_files(
@@ -158,95 +148,13 @@ def _writable(folder: Path, name: str) -> Iterator[Path]:
 # ---- build
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """Some rows of one set of files; ``file`` counts over all sets."""
-
-    rows: list[tuple[int, Row]]
-    layout: Layout | None
-
-
-@dataclass(kw_only=True)
-class _Encoded:
-    """What became of some rows."""
-
-    tally: Tally
-    documents: list[Document]
-    desirable: list[int]
-    reference_logps: list[tuple[float, float]]
-    margins: list[float]
-    lines: list[int]
-    files: list[int]
-
-    @classmethod
-    def empty(cls) -> _Encoded:
-        return cls(tally=Tally(), documents=[], desirable=[], reference_logps=[], margins=[], lines=[], files=[])
-
-    def extend(self, other: _Encoded) -> None:
-        self.tally.merge(other.tally)
-        for name in ("documents", "desirable", "reference_logps", "margins", "lines", "files"):
-            getattr(self, name).extend(getattr(other, name))
-
-    def arrays(self) -> dict[str, NDArray]:
-        none = np.zeros(0, dtype=np.int32)
-        return {
-            "tokens": np.concatenate([none, *(document.ids for document in self.documents)]),
-            "trained": np.concatenate([none.astype(bool), *(document.trained for document in self.documents)]),
-            "lengths": np.array([len(document.ids) for document in self.documents], dtype=np.int32),
-            "desirable": np.array(self.desirable, dtype=np.int8),
-            "reference_logps": np.array(self.reference_logps, dtype=np.float64).reshape(-1, 2),
-            "margins": np.array(self.margins, dtype=np.float32),
-            "lines": np.array(self.lines, dtype=np.int64),
-            "files": np.array(self.files, dtype=np.int32),
-        }
-
-
-class EncodeRows:
-    """The work of one process: rows to documents."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-
-    def __call__(self, chunk: _Chunk) -> _Encoded:
-        made = _Encoded.empty()
-        for file, row in chunk.rows:
-            made.tally.rows += 1
-            try:
-                if isinstance(row.value, BadRowError):
-                    raise row.value
-                example = self.encoder.encode(read_record(row.value, chunk.layout))
-            except BadRowError as error:
-                made.tally.add(BadRow(path=row.path, line=row.line, kind=error.kind, detail=error.detail))
-                continue
-            except RecursionError:
-                made.tally.add(BadRow(path=row.path, line=row.line, kind="malformed JSON", detail="nested too deeply"))
-                continue
-            made.documents += example.documents
-            made.desirable.append(example.desirable)
-            made.reference_logps.append(example.reference_logps or (np.nan, np.nan))
-            made.margins.append(np.nan if example.margin is None else example.margin)
-            made.lines.append(row.line)
-            made.files.append(file)
-        return made
-
-
-def _chunks(sets: Sequence[FileSet]) -> Iterator[_Chunk]:
-    number = 0
-    for group in sets:
-        numbers = range(number, number + len(group.files))
-        rows = ((i, row) for i, file in zip(numbers, group.files, strict=True) for row in read_rows(file))
-        while taken := list(islice(rows, CHUNK_ROWS)):
-            yield _Chunk(rows=taken, layout=group.layout)
-        number += len(group.files)
-
-
 def _build(target: Path, key: dict[str, Any], sets: Sequence[FileSet], encoder: Encoder, workers: int) -> None:
     parts = target / "parts"
     parts.mkdir(parents=True, exist_ok=True)
     per_part = PART_ROWS // CHUNK_ROWS
     try:
         done = _whole_parts(parts)
-        chunks = islice(_chunks(sets), done * per_part, None)
+        chunks = islice(chunks_of(sets, CHUNK_ROWS), done * per_part, None)
         for number, part in enumerate(_parts(chunks, encoder, workers, per_part), start=done):
             _write_part(parts, number, part)
         _join(target, parts, key, sets, width=2 if encoder.task in ("dpo", "orpo", "reward") else 1)
@@ -256,7 +164,7 @@ def _build(target: Path, key: dict[str, Any], sets: Sequence[FileSet], encoder: 
         raise
 
 
-def _parts(chunks: Iterator[_Chunk], encoder: Encoder, workers: int, per_part: int) -> Iterator[_Encoded]:
+def _parts(chunks: Iterator[Chunk], encoder: Encoder, workers: int, per_part: int) -> Iterator[EncodedRows]:
     first = list(islice(chunks, IN_PROCESS_ROWS // CHUNK_ROWS))
     rest = next(chunks, None)
     work = EncodeRows(encoder)
@@ -268,14 +176,14 @@ def _parts(chunks: Iterator[_Chunk], encoder: Encoder, workers: int, per_part: i
         yield from _grouped(pool.map_ordered(_chain(first, (rest,), chunks)), per_part)
 
 
-def _chain(*parts: Iterable[_Chunk]) -> Iterator[_Chunk]:
+def _chain(*parts: Iterable[Chunk]) -> Iterator[Chunk]:
     for part in parts:
         yield from part
 
 
-def _grouped(made: Iterator[_Encoded], per_part: int) -> Iterator[_Encoded]:
+def _grouped(made: Iterator[EncodedRows], per_part: int) -> Iterator[EncodedRows]:
     while group := list(islice(made, per_part)):
-        whole = _Encoded.empty()
+        whole = EncodedRows.empty()
         for piece in group:
             whole.extend(piece)
         yield whole
@@ -290,7 +198,7 @@ def _whole_parts(parts: Path) -> int:
     return number
 
 
-def _write_part(parts: Path, number: int, part: _Encoded) -> None:
+def _write_part(parts: Path, number: int, part: EncodedRows) -> None:
     for name, array in part.arrays().items():
         store_array(parts / f"{number:06d}-{name}.npy", array)
     temporary = parts / f"{number:06d}.tmp"
@@ -322,7 +230,7 @@ def _join(target: Path, parts: Path, key: dict[str, Any], sets: Sequence[FileSet
 def _store_joined(path: Path, pieces: Sequence[NDArray]) -> None:
     """Concatenates without holding all of it in memory."""
     if not pieces:
-        store_array(path, _Encoded.empty().arrays()[path.stem])
+        store_array(path, EncodedRows.empty().arrays()[path.stem])
         return
     total = sum(len(piece) for piece in pieces)
     joined = (

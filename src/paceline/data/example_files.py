@@ -16,8 +16,9 @@ from paceline.data.bad_rows import apply_policy
 from paceline.data.chat_template import load_template
 from paceline.data.dataset_info import Entry, read_entry
 from paceline.data.documents import Encoder
-from paceline.data.example_cache import Examples, FileSet, encode_files
-from paceline.data.record_rows import find_record_files
+from paceline.data.encode_rows import FileSet
+from paceline.data.example_cache import Examples, encode_files
+from paceline.data.record_rows import CACHE, find_record_files
 from paceline.data.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import DataError
 
@@ -114,7 +115,7 @@ def open_rows(sources: Sequence[DataSource], encoder: Encoder, config: DataConfi
     """
     entries = [_entry(source.path) for source in sources]
     sets = [_file_set(entry, source.path) for entry, source in zip(entries, sources, strict=True)]
-    folder = Path(config.cache_dir) if config.cache_dir else Path(sets[0].files[0].path).parent / "cache"
+    folder = Path(config.cache_dir) if config.cache_dir else Path(sets[0].files[0].path).parent / CACHE
     examples = encode_files(sets, encoder, folder=folder, workers=_workers(), keep=request.keep_tokens)
     apply_policy(examples.tally, config.bad_rows, ", ".join(source.path for source in sources))
     check_columns(examples)

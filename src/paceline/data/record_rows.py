@@ -19,6 +19,8 @@ from paceline.data.readers import COMPRESSED
 from paceline.data.records import BadRowError
 from paceline.errors import DataError
 
+CACHE = "cache"
+"""The folder beside data where tokens of a run are kept: it is never data itself."""
 KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -49,6 +51,8 @@ class RecordFile:
 def find_record_files(paths: Sequence[str | Path]) -> list[RecordFile]:
     """Files and folders (read recursively, by path), in the order given; a file named twice is read once.
 
+    In a folder, what begins with a dot is left out, and folders named `cache`.
+
     Raises:
         DataError: nothing is there, or a file has another suffix than the readable ones.
     """
@@ -74,7 +78,7 @@ def find_record_files(paths: Sequence[str | Path]) -> list[RecordFile]:
 
 
 def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+    return any(part.startswith(".") or part == CACHE for part in path.relative_to(root).parts)
 
 
 def _kind(path: Path) -> str | None:
