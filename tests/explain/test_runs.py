@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import time
@@ -16,6 +17,7 @@ from paceline.explain.rules import Diagnosis, diagnose
 from paceline.explain.run_folder import read_run
 from paceline.explain.run_report import dimensions, run_explanation
 from paceline.explain.waterfall import own_parts
+from paceline.observe.capture_request import CaptureRequest, trace_path, write_request
 from paceline.observe.phases import PHASES
 from paceline.observe.telemetry.columns import COLUMNS
 from paceline.observe.telemetry.record import FOLDER
@@ -63,6 +65,21 @@ def test_a_clocked_down_rank_is_named_with_its_clock(tmp_path: Path) -> None:
     assert first.id == "explain.slow-rank" and "rank 5" in first.subject and "clock" in first.subject
     assert "1460 MHz" in first.evidence and "node0" in first.evidence
     assert share_of(found) == pytest.approx(truth(cluster, Cluster(seed=1)), rel=0.1)
+
+
+def test_captured_steps_tell_nothing_of_the_usual_speed(tmp_path: Path) -> None:
+    """Steps 50 to 52 have the profiler in them, 53 the writing of its traces; 80 and 81 by a request."""
+    slowed = Cluster(seed=2)
+    slowed.own["other"][:, [49, 50, 51, 52, 79, 80, 81]] += slowed.step_seconds
+    folder = write(slowed, tmp_path / "run")
+    for step in (50, 80):
+        trace_path(folder, 0, step).write_bytes(gzip.compress(b'{"traceEvents": [{"ph": "M", "name": "x"}]}'))
+    write_request(folder, CaptureRequest(steps=2, at=80, ranks=(0,)))
+    found = diagnose(read_run(folder))
+    assert found.view.captured == {50, 51, 52, 53, 80, 81, 82}
+    assert [finding for finding in found.findings if finding.severity != "note"] == []
+    assert found.waterfall is not None
+    assert found.waterfall.step_seconds == pytest.approx(float(Cluster(seed=2).wall()[3:].mean()), rel=0.002)
 
 
 def test_since_when_a_rank_is_slow_is_told(tmp_path: Path) -> None:

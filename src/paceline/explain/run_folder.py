@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.load import load_recipe
+from paceline.config.observe import ObserveConfig
 from paceline.config.run import RunConfig
 from paceline.errors import ConfigError, PacelineError
+from paceline.observe.capture_request import TRACES, first_step, read_request
 from paceline.observe.events import StepRecord, read_events, read_metrics
 from paceline.observe.telemetry.columns import COLUMNS, SUMMED, UNKNOWN
 from paceline.observe.telemetry.record import FOLDER, RankRecord, ranks_of, read_rank
@@ -50,17 +52,22 @@ class RunView:
     table: NDArray[np.float32]
     newest: float
     """Unix time of the newest line of any rank, 0 without one."""
+    captured: frozenset[int] = frozenset()
+    """Steps that a profiler slowed, and those in which their traces were written."""
     problems: tuple[str, ...] = field(default=())
 
     @cached_property
     def settled(self) -> NDArray[np.bool_]:
-        """[steps] whether a step tells of the run's usual speed: the first ones of each start do not."""
+        """[steps] whether a step tells of the run's usual speed: the first ones of each start and captured ones do
+        not."""
         starts = {0, *(int(event["step"]) for event in self.events if event.get("event") in ("start", "resume"))}
         early = np.zeros(len(self.steps), dtype=bool)
         wait = min(_WARM_UP, max(1, len(self.steps) // 4)) if len(self.steps) > 1 else 0
         for start in starts:
             early |= (self.steps > start) & (self.steps <= start + wait)
-        return early if not len(self.steps) else ~early if (~early).any() else np.ones_like(early)
+        slowed = np.isin(self.steps, list(self.captured))
+        kept = [~(early | slowed), ~early]
+        return next((each for each in kept if each.any()), np.ones_like(early))
 
     def column(self, name: str) -> Numbers:
         """[ranks, settled steps]"""
@@ -134,6 +141,7 @@ def read_run(path: Path) -> RunView:
         steps=steps,
         table=table,
         newest=max((float(record.values[:, _TIME_COLUMN].max()) / 1e3 for record in records), default=0.0),
+        captured=_captured(path, config),
         problems=(),
     )
     if view.missing_ranks:
@@ -141,6 +149,18 @@ def read_run(path: Path) -> RunView:
         problems.append(f"{len(view.missing_ranks)} of {view.world_size} ranks left no record: {shown}")
     object.__setattr__(view, "problems", tuple(problems))
     return view
+
+
+def _captured(path: Path, config: RunConfig | None) -> frozenset[int]:
+    """Of every trace in the folder. How long a capture was, the request or the recipe that asked for it says."""
+    asked = read_request(path)
+    usual = ObserveConfig().capture_steps if config is None else config.observe.capture_steps
+    found: set[int] = set()
+    for first in {first_step(trace) for trace in (path / FOLDER).glob(TRACES)}:
+        length = asked.steps if asked is not None and asked.at == first else usual
+        # traces are written when the last step is over: their time is the next one's
+        found |= set(range(first, first + length + 1))
+    return frozenset(found)
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

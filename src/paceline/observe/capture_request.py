@@ -37,6 +37,12 @@ def trace_path(folder: Path, rank: int, step: int) -> Path:
     return folder / FOLDER / f"trace-rank-{rank:05d}-step-{step:07d}.json.gz"
 
 
+def first_step(trace: Path) -> int:
+    """The first captured step of a trace, by its name; -1 of another name."""
+    number = trace.name.removesuffix(".json.gz").rpartition("-step-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
 def write_request(folder: Path, request: CaptureRequest) -> None:
     """Raises RunFolderError where the folder cannot be written."""
     path = request_path(folder)
