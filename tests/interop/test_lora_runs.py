@@ -18,6 +18,7 @@ from paceline.generate.load import recipe_of as recipe_of_checkpoint
 from paceline.interop.compare import logits_of
 from paceline.interop.convert import Options, convert
 from paceline.interop.peft import merge, read_adapter
+from paceline.interop.peft_write import convert_adapter
 from paceline.interop.sources import open_source
 from tests.interop import hub_folders as hub
 from tests.interop.test_training import recipe_of, run
@@ -51,6 +52,9 @@ def test_a_run_and_what_comes_of_it(dora: bool, source: Path, data: str, tmp_pat
     assert checkpoint.state().extra["base"]["source"] == str(source)
     adapter = folder / "exports/step_00000003"
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(source)
+    convert_adapter(folder, tmp_path / "by hand")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "by hand" / name).read_bytes() == (adapter / name).read_bytes()
     # PEFT's folder beside the base, and our checkpoint, are the same model, which is another one than the base
     by_checkpoint, by_adapter = open_source(folder), merge(open_source(source), read_adapter(adapter))
     for name in by_checkpoint.weights.shapes():

@@ -26,7 +26,7 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The new folder; it must not exist.")],
     to: Annotated[
-        str, typer.Option("--to", help="hf, paceline or megatron. Left out: hf from ours, paceline from others.")
+        str, typer.Option("--to", help="hf, paceline, megatron, or peft. Left out: hf from ours, paceline from others.")
     ] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16.")] = "keep",
     family: Annotated[
@@ -69,6 +69,10 @@ def convert(
     [bold]A trained run, for vLLM or Transformers[/bold]:
       paceline convert runs/my my-model --dtype bf16
 
+    [bold]A run that trained adapters[/bold]: merged with its base, or as PEFT's adapter:
+      paceline convert runs/lora my-model
+      paceline convert runs/lora my-adapter --to peft
+
     [bold]With a PEFT adapter merged[/bold]:
       paceline convert Qwen3-0.6B my-model --to hf --adapter my-adapter
 
@@ -83,8 +87,14 @@ def convert(
     from paceline.report.console import make_console
     from paceline.report.units import size
 
+    if to == "peft":
+        from paceline.interop.peft_write import convert_adapter
+
+        written = convert_adapter(source, target)
+        typer.echo(f"{target}: an adapter of {written.num_tensors} tensors, {size(written.num_bytes)}")
+        return
     if to and to not in FORMATS:
-        raise ConfigError(f"--to {to} is unknown", next_step=f"Take {', '.join(FORMATS)}.")
+        raise ConfigError(f"--to {to} is unknown", next_step=f"Take {', '.join((*FORMATS, 'peft'))}.")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is unknown", next_step=f"Take {', '.join(DTYPES)}.")
     refuse_existing(target)

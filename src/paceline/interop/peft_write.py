@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,16 +18,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.checkpoint.adapters import Pair
+from paceline.checkpoint.adapters import BaseReference, Pair, pairs_of
 from paceline.checkpoint.files import sync_folder
-from paceline.checkpoint.weights import ExportJob
+from paceline.checkpoint.locate import find_checkpoint
+from paceline.checkpoint.weights import CheckpointSource, ExportJob
+from paceline.config.hub import is_hub_folder, read_config
+from paceline.config.load import validate
 from paceline.config.lora import LoraConfig, is_adapter
 from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError, ConfigError
+from paceline.interop.convert import refuse_existing
 from paceline.interop.hf_links import hf_links
 from paceline.interop.links import Link
 from paceline.interop.peft import CONFIG, WEIGHTS
-from paceline.interop.sidecars import hub_config, read_template
+from paceline.interop.sidecars import hub_config, read_sidecars, read_template
+from paceline.interop.text_files import text_files_of
 
 _PREFIX = "base_model.model."
 
@@ -40,6 +46,12 @@ class AdapterNames:
     model_type: str
     others: tuple[str, ...]
     """Matrices of theirs without an adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    num_tensors: int
+    num_bytes: int
 
 
 def adapter_names(model: ModelConfig, lora: LoraConfig, template: dict[str, Any] | None = None) -> AdapterNames:
@@ -138,6 +150,37 @@ def write_peft(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+# ---- out of a checkpoint
+
+
+def convert_adapter(source: Path, target: Path) -> Written:
+    """Writes the adapters of a run, or checkpoint, of ours as the new folder ``target``.
+
+    Raises:
+        ConfigError: ``target`` exists, or PEFT has no words for the adapters.
+        CheckpointError: ``source`` holds none, or cannot be read.
+    """
+    refuse_existing(target)
+    checkpoint = find_checkpoint(source)
+    lora_recipe = validate(tomllib.loads(checkpoint.recipe()))
+    base = BaseReference.from_extra(checkpoint.state().extra)
+    if base is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds whole weights, no adapters",
+            evidence="PEFT's format is for adapters (lora.rank above 0).",
+            next_step="Convert the model: paceline convert SRC DST --to hf.",
+        )
+    names = adapter_names(lora_recipe.model, lora_recipe.lora, _template(base.source))
+    files = read_sidecars(text_files_of(checkpoint, lora_recipe, {}).files)
+    tensors = peft_tensors(pairs_of(CheckpointSource(checkpoint), lora_recipe.lora), names)
+    num_bytes = write_peft(target, peft_config(lora_recipe.lora, names, base.source), tensors, files)
+    return Written(num_tensors=len(tensors), num_bytes=num_bytes)
+
+
+def _template(source: str) -> dict[str, Any] | None:
+    return read_config(Path(source)) if source and is_hub_folder(source) else None
 
 
 # ---- out of a running training
