@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pyarrow
 import pytest
 
 from paceline.data.record_formats import Layout, read_record
@@ -89,7 +90,7 @@ VALID: dict[str, tuple[dict[str, Any], Record]] = {
         {"messages": [said("system", "Be brief."), said("user", "Hi"), said("assistant", "Hello"), Q, A]},
         LONG,
     ),
-    "messages, developer and parts": (
+    "messages, parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Two plus two?"}]}, A]},
         ONE,
     ),
@@ -171,6 +172,14 @@ VALID: dict[str, tuple[dict[str, Any], Record]] = {
 def test_a_row_is_the_record_that_it_means(name: str) -> None:
     row, record = VALID[name]
     assert read_record(row) == record
+
+
+@pytest.mark.parametrize("name", [name for name in VALID if "parts" not in name])
+def test_parquet_says_the_same(name: str) -> None:
+    """Its columns are there in every row, with null where another row has something (and a text beside a list in none)."""
+    row, record = VALID[name]
+    others = [dict.fromkeys(row), {"extra": 1}]
+    assert read_record(pyarrow.Table.from_pylist([row, *others]).to_pylist()[0]) == record
 
 
 def test_calls_and_tools() -> None:

@@ -155,8 +155,11 @@ def _build(target: Path, key: dict[str, Any], sets: Sequence[FileSet], encoder: 
     try:
         done = _whole_parts(parts)
         chunks = islice(chunks_of(sets, CHUNK_ROWS), done * per_part, None)
+        rows = done * PART_ROWS
         for number, part in enumerate(_parts(chunks, encoder, workers, per_part), start=done):
             _write_part(parts, number, part)
+            rows += part.tally.rows
+            log.info("%d rows are encoded", rows)
         _join(target, parts, key, sets, width=2 if encoder.task in ("dpo", "orpo", "reward") else 1)
     except PacelineError:
         # what was made so far may rest on data that must change: nothing half-written stays
