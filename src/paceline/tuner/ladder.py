@@ -77,7 +77,7 @@ class Result:
     noise: float
     """Standard deviation of repeats, relative."""
     repeated: bool
-    """Whether it is known from repeats of base and best."""
+    """Whether it is known from repeats of the base and of what was best before them."""
     others: tuple[Trial, ...]
     """Tried, and no rung: no better, or failed."""
     culprits: tuple[Item, ...]
@@ -99,13 +99,13 @@ def result_of(search: Search) -> Result | None:
     if best is None:
         return None
     space, base = search.space, search.base
+    repeated = bool(best.changes) and all(_repeats(search, each) > 1 for each in (base, best) if each is not None)
     if base is not None and not _gain(search, base, best).counts:
         best = base  # repeats have shown that it was noise
     point = space.point(best.changes)
     assert point is not None
     rungs = search.rungs[: search.rungs.index(best) + 1] if best in search.rungs else [best]
     steps = {key_of(trial.changes) for trial in rungs}
-    repeated = best is not base and all(_repeats(search, each) > 1 for each in (base, best) if each is not None)
     return Result(
         goal=search.goal,
         config=point.config,

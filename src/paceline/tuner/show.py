@@ -19,6 +19,8 @@ from paceline.tuner.trial import Trial
 from paceline.tuner.tune import SAID as STOPPED
 from paceline.tuner.tune import Stopped, settings_text, told, value_text
 
+NOISY = 0.03
+"""Standard deviation of repeats from which on a machine is called noisy."""
 _SHOWN_FINDINGS = ("error", "warning")
 
 
@@ -129,7 +131,7 @@ def findings(result: Result, stopped: Stopped, recipe: str) -> list[Finding]:
     Args:
         recipe: path of the written recipe.
     """
-    return [*_outcome(result, stopped, recipe), *_failures(result), *_of_best(result)]
+    return [*_outcome(result, stopped, recipe), *_noise(result), *_failures(result), *_of_best(result)]
 
 
 def _outcome(result: Result, stopped: Stopped, recipe: str) -> Iterator[Finding]:
@@ -163,6 +165,20 @@ def _outcome(result: Result, stopped: Stopped, recipe: str) -> Iterator[Finding]
             if stopped == "done"
             else "Give it more time.",
         )
+
+
+def _noise(result: Result) -> Iterator[Finding]:
+    if result.noise <= NOISY:
+        return
+    yield Finding(
+        id="tune.noisy-machine",
+        severity="warning",
+        subject=f"steps differ by {units.percent(result.noise)} where nothing was changed, so small gains are not seen",
+        evidence=f"One standard deviation, of {'repeats' if result.repeated else 'steps within trials'}; below "
+        f"{units.percent(NOISY)} is usual where nothing else is at work.",
+        next_step="End other programs on this machine and tune in a new folder (--out DIR); `paceline doctor` looks at "
+        "clocks and neighbours.",
+    )
 
 
 def _failures(result: Result) -> Iterator[Finding]:
