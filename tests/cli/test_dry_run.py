@@ -192,3 +192,11 @@ def test_rows_are_counted_and_nothing_is_written(tmp_path: Path, capsys: pytest.
     text = capsys.readouterr().out
     assert "40 examples in 20 sequences" in text
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_adapters_are_counted() -> None:
+    """The model's own parameters and the adapters', and next to no masters."""
+    shown = " ".join(_shown(str(RECIPES / "lora_llama3_8b.toml")).split())
+    assert "that learn 41.9M 41,943,040, adapters of rank 16" in shown
+    assert "= 8,072,204,288, the model's, 41,943,040 of them adapters'." in shown
+    assert "masters 0.16 GiB" in shown and "model.init_from is empty" in shown

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from paceline.config.run import RunConfig
 from paceline.costs.grid import EXPERT_AXES, RankGrid, stride_of
+from paceline.costs.adapters import count_adapters
 from paceline.costs.layers import count_parameters
 from paceline.costs.memory import MemoryEstimate
 from paceline.costs.parameters import Holdings, part_shapes, shapes_numel
@@ -199,12 +200,13 @@ def _shortened(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
 
 def _sums(config: RunConfig, holdings: Holdings) -> tuple[str, ...]:
     held, again = holdings.one_copy
-    model = count_parameters(config.model).total
+    adapters = count_adapters(config.model, config.lora)
+    model = count_parameters(config.model).total + adapters
     assert held - again == model, f"{held:,} - {again:,} parameters on the ranks, {model:,} in the model"
     everywhere = holdings.of_all_ranks
     return (
         f"One copy of the model: {held:,} on its ranks - {again:,} held more than once",
-        f"= {model:,}, the model's.",
+        f"= {model:,}, the model's" + (f", {adapters:,} of them adapters'." if adapters else "."),
         f"All ranks together: {everywhere:,}, {everywhere / model:,.2f} times the model.",
     )
 
