@@ -38,7 +38,7 @@ from paceline.training.setup import build_model
 
 MODELS = {
     "llama3_8b": ("recipes/llama3_8b.toml", ()),
-    "gpt_13b": ("recipes/ladder/6_micro_batch.toml", ()),
+    "gpt_13b": ("recipes/ladder/7_gathered.toml", ()),
     "llama3_1b": ("recipes/llama3_1b.toml", ()),
 }
 KERNELS = {

@@ -48,12 +48,12 @@ RUNGS = (
     "4_recompute",
     "5_reduction",
     "6_micro_batch",
-    "7_fp8",
-    "8_fused",
+    "7_gathered",
+    "8_fp8",
     "9_fp8_casts",
     "10_fp8_head",
 )
-FP8_RUNGS = ("7_fp8", "8_fused", "9_fp8_casts", "10_fp8_head")
+FP8_RUNGS = ("8_fp8", "9_fp8_casts", "10_fp8_head")
 BESIDE = {"side_tensor": "6_micro_batch"}
 """Measured beside the ladder, and the rung that it stands against: another way to do without single sequences."""
 _RUNG_SECONDS = 60.0
@@ -69,7 +69,7 @@ def ladder_jobs() -> list[Job]:
         recipe = f"recipes/ladder/{name}.toml"
         work = {NAIVE: "13b_naive", **dict.fromkeys(FP8_RUNGS, "13b_fp8")}.get(name, "13b_bf16")
         # the first and the last rungs are rows of the dense table: their ceiling is measured in full
-        short = name not in (NAIVE, "6_micro_batch", *FP8_RUNGS, *BESIDE)
+        short = name not in (NAIVE, "6_micro_batch", "7_gathered", *FP8_RUNGS, *BESIDE)
         return Job(
             part="ladder",
             name=name,
@@ -91,7 +91,7 @@ _DATASET = ("data.train=data/demo-train", "data.valid=", "checkpoint.save_last=f
 _TRAIN = (f"run.plugins=['{STEPS_PLUGIN}']", "observe.progress=lines", "observe.sample_prompts=[]")
 _8B, _1B = "recipes/llama3_8b.toml", "recipes/llama3_1b.toml"
 _FP8, _FLASH4 = "train.precision=fp8", "train.attention_kernel=flash4"
-_TRITON, _FP8_HEAD = "train.fp8_cast_kernel=triton", "train.fp8_head=true"
+_TRITON, _FP8_HEAD, _ALONE = "train.fp8_cast_kernel=triton", "train.fp8_head=true", "train.fp8_weights_only=true"
 
 
 def _train_job(part: str, name: str, recipe: str, processes: int, title: str, estimate: float, *more: str) -> Job:
@@ -122,11 +122,11 @@ def dense_jobs() -> list[Job]:
     return [
         bench("8b_bf16", _8B, 2, 90.0),
         _train_job("dense", "8b_train", _8B, 2, "8b_bf16", 75.0),
-        ladder["6_micro_batch"],
+        ladder["7_gathered"],
         ladder[NAIVE],
         bench("1b_bf16", _1B, 1, 50.0),
         bench("8b_fp8", _8B, 2, 90.0, _FP8),
-        ladder["7_fp8"],
+        ladder["10_fp8_head"],
         _train_job("dense", "1b_train", _1B, 1, "1b_bf16", 40.0),
     ]
 
@@ -141,24 +141,15 @@ def tune_jobs() -> list[Job]:
             estimate=40.0 if processes == 1 else 80.0, warm_up=3,
         )  # fmt: skip
 
-    tensor, top = "recipes/ladder/side_tensor.toml", "recipes/ladder/6_micro_batch.toml"
-    any_engine = tuple(item for item in FUSED_ON if item.startswith("optim."))
-    # weights whole on each GPU leave room for single sequences; the optimizer is paid once for eight of them
-    gathered = (
-        "parallel.zero=1", "parallel.accumulate_dtype=bf16", *FUSED_ON,
-        "train.micro_batch_size=1", "train.global_batch_size=16",
-    )  # fmt: skip
+    tensor, top, low = (f"recipes/ladder/{name}.toml" for name in ("side_tensor", "7_gathered", "10_fp8_head"))
     return [
-        job("13b_gathered", "13b_bf16", top, "weights kept gathered, 8 x 1 sequences a GPU, fused kernels", *gathered),
-        job(
-            "13b_gathered_fp8", "13b_fp8", top, "the same, fp8, weights cast at each use",
-            *gathered, _FP8, _TRITON, _FP8_HEAD, "train.fp8_weight_cache=false",
-        ),
+        job("13b_none", "13b_bf16", top, "nothing recomputed", "parallel.recompute=none"),
+        job("13b_none_flash4", "13b_bf16", top, "the same, FlashAttention-4", "parallel.recompute=none", _FLASH4),
+        job("13b_fp8_flash4", "13b_fp8", low, "all in fp8, FlashAttention-4", _FLASH4),
         job(
             "13b_tensor_fp8", "13b_fp8", tensor, "tensor parallel, fused kernels, fp8",
             *FUSED_ON, "parallel.accumulate_dtype=bf16", _FP8, _TRITON, _FP8_HEAD,
         ),
-        job("13b_fused", "13b_bf16", top, "fused optimizer", *any_engine),
         job("8b_none", "8b_bf16", _8B, "nothing recomputed", "parallel.recompute=none"),
         job("8b_none_flash4", "8b_bf16", _8B, "the same, FlashAttention-4", "parallel.recompute=none", _FLASH4),
         job("1b_flash4", "1b_bf16", _1B, "FlashAttention-4", _FLASH4),
@@ -176,11 +167,18 @@ def tune_jobs() -> list[Job]:
             _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD,
         ),
         job(
+            "8b_fp8_alone", "8b_fp8", _8B, "Triton kernels, nothing recomputed, head in fp8, no bf16 weights beside",
+            _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _ALONE,
+        ),
+        job(
+            "8b_fp8_alone_flash4", "8b_fp8", _8B, "the same, FlashAttention-4",
+            _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _ALONE, _FLASH4,
+        ),
+        job(
             "8b_fp8_triton_head_flash4", "8b_fp8", _8B,
             "Triton kernels, nothing recomputed, the head in fp8 too, FlashAttention-4",
             _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _FLASH4,
         ),
-        job("13b_flash4", "13b_bf16", top, "FlashAttention-4", _FLASH4),
         job(
             "13b_tensor_none", "13b_bf16", tensor, "tensor parallel, micro-batches of 2, nothing recomputed",
             "train.micro_batch_size=2", "parallel.recompute=none",
@@ -267,7 +265,7 @@ def profile_jobs() -> list[Job]:
 
     return [
         job("8b_bf16", _8B, 2),
-        job("13b_bf16", "recipes/ladder/6_micro_batch.toml", 2),
+        job("13b_bf16", "recipes/ladder/7_gathered.toml", 2),
         job("1b_bf16", _1B, 1),
         job("8b_fp8", _8B, 2, _FP8),
         job("8b_fp8_triton_head", _8B, 2, _FP8, _TRITON, _FP8_HEAD, "parallel.recompute=none"),

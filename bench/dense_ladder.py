@@ -13,6 +13,7 @@ NOT_YET = "not measured yet"
 HIDDEN_ON_ONE_GPU = {
     "5_reduction": "one GPU sends nothing, so what changes is a dtype",
     "6_micro_batch": "one GPU has no gathers to save: only the optimizer, and larger products",
+    "7_gathered": "the same: what it saves here is the optimizer and the sums of gradients",
 }
 """Rungs whose change needs a second GPU to show, whole or in part."""
 

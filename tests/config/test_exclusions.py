@@ -36,6 +36,11 @@ CASES = {
         "model.num_experts=4",
         "model.top_k=2",
     ),
+    "config.fp8-weights-only-uncached": (
+        "train.precision=fp8",
+        "train.fp8_weights_only=true",
+        "train.fp8_weight_cache=false",
+    ),
     "config.fp8-offload": ("train.precision=fp8", "parallel.offload=optimizer"),
 }
 

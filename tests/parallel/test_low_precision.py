@@ -24,7 +24,7 @@ from paceline.errors import ConfigError
 from paceline.kernels.cross_entropy import ChunkedHeadLoss
 from paceline.kernels.fp8 import fp8_linear_reference
 from paceline.models.transformer import Transformer
-from paceline.parallel import apply, low_precision
+from paceline.parallel import apply, flat, low_precision
 from paceline.parallel.apply import parallelize
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.low_precision import Fp8Options, Fp8Weights, JoinedLinears, refuse_without_fp8, use_fp8
@@ -255,6 +255,8 @@ def _follow(rank: int, world_size: int) -> dict[str, Any]:
         for name, options, parallel in (
             ("cached", Fp8Options(), {"zero": 1}),
             ("zero 0", Fp8Options(), {"zero": 0, "recompute": "full"}),
+            ("fp8 alone", Fp8Options(only=True), {"zero": 1}),
+            ("fp8 alone, recomputed", Fp8Options(only=True), {"zero": 0, "recompute": "selective"}),
             ("uncached", Fp8Options(cached=False), {"zero": 1}),
             ("fsdp", Fp8Options(), {"zero": 3}),
             ("fsdp, recomputed", Fp8Options(), {"zero": 2, "recompute": "selective"}),
@@ -281,9 +283,35 @@ def test_weights_are_those_of_the_moment_and_cast_once() -> None:
     assert len(set(scores)) == 3, "before, after one step, after two, and again as before"
     assert scores[0] == scores[-1] and scores[1] == scores[2] and scores[3] == scores[4]
     assert casts == 12 * 4, "one for the start, for each of two steps, and for what was loaded"
-    for name in ("zero 0", "uncached", "fsdp", "fsdp, recomputed"):
+    for name in ("zero 0", "fp8 alone", "fp8 alone, recomputed", "uncached", "fsdp", "fsdp, recomputed"):
         assert found[name][:2] == (losses, scores), name
-    assert [found[name][2] for name in ("zero 0", "uncached", "fsdp")] == [48, 0, 0]
+    assert [found[name][2] for name in ("zero 0", "fp8 alone", "uncached", "fsdp")] == [48, 48, 0, 0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 4096, 2**20])
+def test_without_bf16_weights_a_block_or_two_have_memory(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
+    monkeypatch.setattr(flat, "_MIB", bucket_bytes)
+    kept, alone = _engine(Fp8Options(), zero=1, bucket_mb=1), _engine(Fp8Options(only=True), zero=1, bucket_mb=1)
+    in_fp8 = alone.bytes_by_kind()["parameters"]
+    assert in_fp8 < 0.7 * kept.bytes_by_kind()["parameters"], "embedding, norms and head alone: nothing has run yet"
+    most = 0
+    for block in alone.stages[0].blocks.values():
+        block.register_forward_hook(lambda *_: most_of(alone.bytes_by_kind()["parameters"]))
+
+    def most_of(held: int) -> None:
+        nonlocal most
+        most = max(most, held)
+
+    assert _score(alone) == _score(kept)
+    assert in_fp8 <= most <= kept.bytes_by_kind()["parameters"]
+    assert alone.bytes_by_kind()["parameters"] == in_fp8, "all that was gathered is gone again"
+    for engine in (kept, alone):
+        for number, parameter in enumerate(engine.main_parameters()):
+            parameter.param.data.mul_(1 + number / 8)
+        engine.publish_weights()
+        engine.publish_weights()
+    assert _score(alone) == _score(kept)
+    assert alone.bytes_by_kind()["parameters"] == in_fp8
 
 
 # ---- whole runs
@@ -307,6 +335,13 @@ def test_layouts_agree() -> None:
     layouts: Mapping[str, tuple[str, ...]] = {
         "dp, zero 1": ("parallel.zero=1",),
         "dp, zero 0": ("parallel.zero=0", "train.fp8_weight_cache=false"),
+        "dp, fp8 weights alone": ("parallel.zero=1", "train.fp8_weights_only=true"),
+        "pp, fp8 weights alone": (
+            "parallel.pp=2",
+            "parallel.pipeline_schedule=1f1b",
+            "train.fp8_weights_only=true",
+        ),
+        "tp, fp8 weights alone": ("parallel.tp=2", wider, "train.fp8_weights_only=true"),
         "dp, the rest adds to buckets": (MIXED, "parallel.fused_weight_gradients=true"),
         "dp, zero 2": ("parallel.zero=2",),
         "dp, zero 3": ("parallel.zero=3", "parallel.recompute=full"),
@@ -533,5 +568,5 @@ def test_options_are_those_of_the_recipe() -> None:
         fp8_scaling="rowwise", fp8_skip_layers=(0, -1), fp8_skip_linears=("o_proj",), fp8_weight_cache=False
     )
     assert Fp8Options.of(config) == Fp8Options(
-        scaling="rowwise", cached=False, skip_layers=(0, -1), skip_linears=("o_proj",)
+        scaling="rowwise", cached=False, only=False, skip_layers=(0, -1), skip_linears=("o_proj",)
     )

@@ -215,8 +215,20 @@ _NO_FP8_CACHE = Option(
     off="train.fp8_weight_cache = true",
     layout=False,
 )
+_FP8_ALONE = Option(
+    name="`train.fp8_weights_only`",
+    key="train.fp8_weights_only",
+    on=lambda config: config.train.precision == "fp8" and config.train.fp8_weights_only,
+    off="train.fp8_weights_only = false",
+    layout=False,
+)
 
 EXCLUSIONS = (
+    Exclusion(
+        id="config.fp8-weights-only-uncached",
+        options=(_FP8_ALONE, _NO_FP8_CACHE),
+        because="The cache is where the weights are: there are no others.",
+    ),
     Exclusion(
         id="config.lora-muon",
         options=(_MUON, _LORA),

@@ -158,7 +158,7 @@ OPTIONS = (
         because="train.precision is not 'fp8'.",
     ),
     Idle(
-        keys=("train.fp8_weight_cache",),
+        keys=("train.fp8_weight_cache", "train.fp8_weights_only"),
         where=lambda asked: _fp8(asked) and asked.parallel.zero >= 2,
         because="with parallel.zero 2 and 3 weights are gathered, and cast, for each use.",
     ),

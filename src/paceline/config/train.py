@@ -51,6 +51,9 @@ class TrainConfig(Section):
     fp8_weight_cache: bool = True
     """Keep fp8 weights over the micro-batches of a step (2 bytes an element more, zero 0 and 1); else cast at each
     use."""
+    fp8_weights_only: bool = False
+    """Keep no bf16 weights beside the cached fp8 ones: they are gathered and cast a block at a time when the step after
+    an update begins (2 bytes an element less, zero 0 and 1)."""
     fp8_cast_kernel: Literal["torch", "triton"] = "torch"
     """Who casts and transposes tensors that have one scale, on a GPU: operations of torch, which a compiled block fuses
     with what makes the tensor, or one Triton kernel, and two more that make a gated MLP's numbers and cast them."""

@@ -16,7 +16,7 @@ States, bytes of a parameter on a rank. S shards: of dense parameters dp_shard x
 | fsdp | 4 / S, and gathered units in compute precision | 4 / S | 0 (the shards) | m / S |
 
 With fp8 the flat engine also keeps the linears of blocks in fp8 twice, as they lie and transposed: 2 bytes an element
-(`train.fp8_weight_cache`).
+(`train.fp8_weight_cache`); with `train.fp8_weights_only` in place of the bf16 ones.
 
 Frozen weights (`[lora]`) are held in compute precision, / S under FSDP, or in fp8 or NF4 (`lora.base`), and have
 nothing else.
@@ -262,11 +262,15 @@ def _flat_states(config: RunConfig, held: _HeldParameters) -> dict[str, int]:
         4 * share if accumulate < 4 and not config.optim.reads_any_gradient else 0,
     )
     if config.parallel.offload == "none":
+        kept, train = parameters, config.train
+        alone = train.fp8_weight_cache and train.fp8_weights_only and held.fp8 > 0
+        if alone:  # in bf16 they are there for a block that casts its own, and for the one after it
+            kept -= held.fp8
         return {
-            "weights": compute * parameters
+            "weights": compute * kept
             + held.frozen_bytes(config, compute)
-            + (2 * held.fp8 if config.train.fp8_weight_cache else 0),
-            "gathered": 0,
+            + (2 * held.fp8 if train.fp8_weight_cache else 0),
+            "gathered": compute * min(held.fp8, 2 * held.largest_block) if alone else 0,
             "gradients": gradients + gradient_share,
             "masters": masters,
             "moments": moments,

@@ -137,7 +137,11 @@ class Workload:
             experts_in_bf16=not (train.fp8_experts and parallel.expert_kernels != "plain"),
             fused_experts=config.model.is_moe and parallel.expert_kernels != "plain",
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
-            fp8_weight_cache=train.precision == "fp8" and train.fp8_weight_cache and parallel.zero <= 1,
+            # without bf16 weights beside them, two copies in fp8 are as large as one in bf16
+            fp8_weight_cache=train.precision == "fp8"
+            and train.fp8_weight_cache
+            and not train.fp8_weights_only
+            and parallel.zero <= 1,
             reference_copy=has_copy(config),
             reference_forward=runs_reference(config),
             extra_head_forwards=extra_head_forwards(config),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from paceline.config.lora import BaseFormat
 from paceline.config.parallel import ParallelConfig, RecomputeMode
@@ -72,6 +73,7 @@ def parallelize(
     fp8_weights, base = Fp8Weights(), FrozenBase()
     if base_in == "fp8":
         base.keep_fp8(fp8_weights)
+    passing: list[nn.Linear] = []
     for stage in stages:
         shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
         shards |= shard_experts(stage, mesh, layout)
@@ -80,10 +82,11 @@ def parallelize(
             fuse_experts(stage, config.expert_kernels, precision, device)
             if config.expert_dispatch == "all_gather":
                 gather_tokens(stage, mesh)
-        in_fp8: list[torch.nn.Linear] = []
+        in_fp8: list[nn.Linear] = []
         if precision == "fp8":  # inside what recomputes
             options, flat = fp8 or Fp8Options(), config.engine == "flat"
             in_fp8 = use_fp8(stage, options, fp8_weights, cached=flat, axis=mesh["tp"])
+            passing += in_fp8 if flat and options.cached and options.only else []
             if options.experts:
                 put_experts_in_fp8(stage, options, fp8_weights, cached=flat)
         if config.adds_weight_gradients:
@@ -100,11 +103,15 @@ def parallelize(
     kind: Precision = "fp32" if precision == "fp32" else "bf16"
     engine: Engine
     if config.engine == "flat":
-        engine = FlatEngine(stages, config, mesh, kind, device, shards, shapes, widen_gradients=widen_gradients)
+        engine = FlatEngine(
+            stages, config, mesh, kind, device, shards, shapes, widen_gradients=widen_gradients, passing=passing
+        )
     else:
         engine = FsdpEngine(stages, config, mesh, kind, device, shards, shapes)
     if isinstance(engine, FlatEngine):
         engine.on_publish = fp8_weights.expire
+        if passing:
+            fp8_weights.on_cast = engine.release
         engine.kept_beside = lambda: base.nbytes
     return Parallelized(stages=stages, engine=engine, base=base)
 

@@ -10,7 +10,7 @@ Choose it where whole weights and gradients fit; otherwise `fsdp`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,8 @@ class FlatEngine:
         shards: where the local tensors lie; a parameter that is missing is whole and dense.
         shapes: every parameter of the whole model.
         widen_gradients: see `FlatSettings`.
+        passing: layers whose weights the model reads once after each change, when it makes a copy of its own; a block
+            that has made its copies says so to `release`.
         reducer: how gradients are summed, for a compressor.
     """
 
@@ -60,6 +62,7 @@ class FlatEngine:
         shapes: Mapping[str, torch.Size],
         *,
         widen_gradients: bool = True,
+        passing: Sequence[nn.Module] = (),
         reducer: ReducerFactory = SumReducer,
     ) -> None:
         assert config.engine == "flat", f"parallel.zero = {config.zero}"
@@ -82,6 +85,7 @@ class FlatEngine:
             flat_settings(config, device, widen_gradients=widen_gradients),
             DTYPES[config.reduce_dtype],
             count_all=self._alike,
+            passing=_weights_of(passing, sites),
             reducer=reducer,
         )
 
@@ -101,6 +105,9 @@ class FlatEngine:
         for index, stage in enumerate(self.stages):
             groups = [group for group in self._groups if index in group.stages]
             await_weights_in_forward(stage, groups)
+            for group in groups:
+                if group.is_passing:
+                    group.read_by(stage.blocks.values())
             for block in stage.blocks.values():
                 targets = [target for group in groups for target in group.targets_in(block)]
                 if targets:
@@ -136,7 +143,13 @@ class FlatEngine:
 
     def wait_for_weights(self) -> None:
         for group in self._groups:
-            group.wait_for(range(len(group.layout.buckets)))
+            if not group.is_passing:
+                group.wait_for(range(len(group.layout.buckets)))
+
+    def release(self, block: nn.Module) -> None:
+        """This block has copied the weights of its layers that are ``passing``."""
+        for group in self._groups:
+            group.release(block)
 
     def zero_gradients(self) -> None:
         for group in self._groups:
@@ -177,6 +190,7 @@ def flat_groups(
     reduce_dtype: torch.dtype,
     *,
     count_all: bool,
+    passing: Collection[str] = (),
     reducer: ReducerFactory = SumReducer,
 ) -> list[FlatGroup]:
     """Parameters that are used, kept and reduced alike, each group in the model's order.
@@ -188,10 +202,10 @@ def flat_groups(
     for name, site in sites.items():
         shard = shards[name]
         replicas = tuple(axis.ranks for axis in shard.replicas if axis.size > 1)
-        key = (site.stages, site.compute_dtype, site.parameter.dtype, shard.expert, replicas)
+        key = (site.stages, site.compute_dtype, site.parameter.dtype, shard.expert, replicas, name in passing)
         members.setdefault(key, {})[name] = site
     groups = []
-    for (stages, _, dtype, _, replicas), inside in members.items():
+    for (stages, _, dtype, _, replicas, passes), inside in members.items():
         spread = spreads[next(iter(inside))]
         # gradients of a float64 model (a reference in tests) are not rounded on their way
         sum_dtype = torch.float64 if dtype == torch.float64 else reduce_dtype
@@ -204,9 +218,20 @@ def flat_groups(
                 settings,
                 counted=count_all or spread.first,
                 early=len(stages) == 1 and not replicas,
+                passing=passes,
             )
         )
     return groups
+
+
+def _weights_of(layers: Sequence[nn.Module], sites: Mapping[str, Site]) -> set[str]:
+    """The weights of these layers that nothing else refers to."""
+    inside = {id(layer) for layer in layers}
+    return {
+        name
+        for name, site in sites.items()
+        if len(site.owners) == 1 and site.owners[0][1] == "weight" and id(site.owners[0][0]) in inside
+    }
 
 
 def await_weights_in_forward(stage: Transformer, groups: Sequence[FlatGroup]) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.parallel.accumulate import AccumulatingExperts, AccumulatingLinear, Place, Target, accumulates
 from paceline.parallel.buckets import Bucket, Slot, plan_buckets
-from paceline.parallel.collectives import Pending, all_gather
 from paceline.parallel.engine import MainParameter, ParameterInit
+from paceline.parallel.flat_weights import FlatWeights, KeptWeights, PassingWeights, Route
 from paceline.parallel.lanes import Lane
 from paceline.parallel.parameters import Site, main_dtype
-from paceline.parallel.reduction import GradientReducer, family
+from paceline.parallel.reduction import GradientReducer
 from paceline.parallel.shard_state import ShardState
 from paceline.parallel.shards import Shard
 from paceline.parallel.spread import Spread
@@ -45,10 +45,11 @@ class FlatGroup:
     """Buffers, buckets and shards of some parameters, and the communication for them.
 
     ``counted``: see `MainParameter`. ``early``: buckets may be sent while backward runs, as soon as they are full;
-    otherwise, since a gradient may come several times, all are sent by `finish`.
+    otherwise, since a gradient may come several times, all are sent by `finish`. ``passing``: weights come and go, see
+    `PassingWeights`.
 
     Life: `materialize`. A step: `zero`, hooks during backward, `begin_last` before the last one if ``early``, `finish`,
-    the optimizer, `publish`; `wait_for` before a bucket's weights are read.
+    the optimizer, `publish`; `wait_for` before a bucket's weights are read, `release` when they have been.
     """
 
     def __init__(
@@ -61,12 +62,13 @@ class FlatGroup:
         *,
         counted: bool,
         early: bool,
+        passing: bool = False,
     ) -> None:
         first = next(iter(sites.values()))
         self._sites, self._reducer, self._settings = dict(sites), reducer, settings
         self._shards = {name: shards[name] for name in sites}
         self._spread, self._shard_axis, self._counted = spread, spread.shard_axis, counted
-        self.stages, self.early = first.stages, early
+        self.stages, self.early, self._passing = first.stages, early, passing
         self._lane = settings.lane
         self._dtype, self._main_dtype = first.compute_dtype, main_dtype(first.parameter.dtype)
         self._accumulate_dtype = torch.float64 if self._main_dtype == torch.float64 else settings.accumulate_dtype
@@ -84,7 +86,10 @@ class FlatGroup:
         self._started = 0
         """Buckets that are on their way. They start strictly in order, so all ranks send the same ones at a time."""
         self._reductions: list[tuple[Bucket, Callable[[], None], torch.cuda.Event | None]] = []
-        self._gathers: dict[int, tuple[Pending, torch.cuda.Event | None]] = {}
+        self._read: dict[nn.Module, set[int]] = {}
+        """Buckets that a block reads once after each change."""
+        self._unread: dict[int, set[nn.Module]] = {}
+        """Per bucket, the blocks that have not read it since the last change."""
 
     # ---- memory
 
@@ -99,7 +104,9 @@ class FlatGroup:
     def _allocate(self) -> None:
         """Buffers; parameters become views in the main dtype, to be initialised in full precision."""
         device, size = self._settings.device, self.layout.size
-        self._weights = torch.zeros(size, dtype=self._dtype, device=device)
+        # weights that come and go have no buffer: one element stands for all
+        element = torch.zeros(1 if self._passing else size, dtype=self._dtype, device=device)
+        self._weights = element.expand(size) if self._passing else element
         self._gradients = torch.zeros(size, dtype=self._accumulate_dtype, device=device)
         if self._dtype == self._main_dtype:
             self._initial = self._weights
@@ -120,14 +127,23 @@ class FlatGroup:
             self._main_dtype,
             offload=self._settings.offload,
             widen_gradients=self._settings.widen_gradients or not hasattr(torch.Tensor, "grad_dtype"),
+            keeps_weights=not self._passing,
         )
         if self.state.own_weights is not None:
             for bucket in self.layout.buckets:
                 self.state.weight_shard(bucket).copy_(self.state.shard_of(self._initial, bucket))
+        route = Route(state=self.state, axis=self._spread.weights_axis, lane=self._lane)
+        self.compute_weights: FlatWeights
+        if self._passing:
+            self.compute_weights = PassingWeights(self._dtype, self._settings.device, route)
+        else:
+            self.compute_weights = KeptWeights(self._weights, route)
         if self._initial is not self._weights:
-            self._weights.copy_(self._initial)
+            if not self._passing:
+                self._weights.copy_(self._initial)
             self._initial.zero_()
-        self._bind(self._weights)
+        for name, site in self._sites.items():
+            site.replace(self.compute_weights.of(self._slots[name]))
         del self._initial
         self._places = {
             name: Place(gradient=self._gradients.data[slot.start : slot.end].view(slot.shape), fresh=fresh)
@@ -266,45 +282,36 @@ class FlatGroup:
 
     @torch.no_grad()
     def publish(self, *, cast: bool = True) -> None:
-        """Main weights go to the weight buffers of all ranks, in the order of use. ``cast``: see `Engine`."""
-        self.wait_for(range(len(self.layout.buckets)))
-        if self.state.own_weights is None and self._shard_axis.size == 1:
-            return
-        if self.state.offload:
-            self._lane.drain()
-        for bucket in reversed(self.layout.buckets):
-            self.state.cast_for_sending(bucket)
-            with self._lane.run():
-                if cast or self.state.offload:
-                    self.state.load_weights(bucket)
-                pending = all_gather(
-                    # .data: the gather writes while a forward is under way; see Site.replace
-                    self._weights.data[bucket.start : bucket.end],
-                    self.state.shard_of(self._weights.data, bucket),
-                    self._spread.weights_axis,
-                    f"{family(self._spread.weights_axis)}/weights/all_gather",
-                    async_op=not self._lane.asynchronous,
-                )
-            self._gathers[bucket.index] = (pending, self._lane.mark())
+        """Main weights go to the ranks that compute with them. ``cast``: see `Engine`."""
+        self._forget_readers()
+        self.compute_weights.publish(cast=cast)
 
     def wait_for(self, buckets: Iterable[int]) -> None:
         """The weights of these buckets are there for the current stream."""
-        if not self._gathers:
-            return
-        for index in buckets:
-            pending, mark = self._gathers.pop(index, (None, None))
-            if pending is not None:
-                pending.wait()
-                self._wait_for_lane(mark)
+        self.compute_weights.wait_for(buckets)
 
-    def _wait_for_lane(self, mark: torch.cuda.Event | None) -> None:
-        timer = self._spread.weights_axis.traffic.timer
-        if mark is None or timer is None:
-            self._lane.wait(mark)
-            return
-        token = timer.resume(f"{family(self._spread.weights_axis)}/weights/all_gather")
-        self._lane.wait(mark)
-        timer.end_collective(token)
+    @property
+    def is_passing(self) -> bool:
+        """Whether weights come and go."""
+        return self._passing
+
+    def read_by(self, blocks: Iterable[nn.Module]) -> None:
+        """These call `release`, once after each change. For weights that come and go."""
+        self._read = {block: self.buckets_of(block) for block in blocks}
+        self._forget_readers()
+
+    def release(self, block: nn.Module) -> None:
+        """The block has read its weights: buckets that no other block is still to read go, if this group's do."""
+        for index in self._read.get(block, ()):
+            self._unread[index].discard(block)
+            if not self._unread[index]:
+                self.compute_weights.release([index])
+
+    def _forget_readers(self) -> None:
+        self._unread = {
+            bucket.index: {block for block, inside in self._read.items() if bucket.index in inside}
+            for bucket in self.layout.buckets
+        }
 
     def buckets_of(self, module: nn.Module) -> set[int]:
         """The buckets in which parameters of ``module`` lie."""
@@ -323,9 +330,9 @@ class FlatGroup:
         own = [self.state.own_weights, self.state.own_gradients, self.state.staging]
         sizes = [0 if tensor is None else tensor.nbytes for tensor in own]
         if self.state.offload:
-            return {"parameters": self._weights.nbytes, "gradients": self._gradients.nbytes, "host": sum(sizes)}
+            return {"parameters": self.compute_weights.nbytes, "gradients": self._gradients.nbytes, "host": sum(sizes)}
         return {
-            "parameters": self._weights.nbytes,
+            "parameters": self.compute_weights.nbytes,
             "gradients": self._gradients.nbytes + sizes[1],
             "masters": sizes[0],
         }

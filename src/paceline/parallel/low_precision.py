@@ -11,6 +11,7 @@ Weights are cast once for each change, not for each micro-batch: just before a b
 compiled or recomputed, if the engine has published weights since the last time. Evaluation, recomputation and all
 micro-batches of a step read the same fp8 weights, at 2 bytes an element beside the bf16 ones. Without the cache
 (weights that are gathered for each use: `parallel.zero` 2 and 3; or `train.fp8_weight_cache = false`) each use casts.
+With `train.fp8_weights_only` the bf16 ones are there only from their gather to that cast, a block or two at a time.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Fp8Options:
     scaling: Scaling = "tensorwise"
     cached: bool = True
     """Whether fp8 weights are kept between micro-batches."""
+    only: bool = False
+    """Whether no bf16 weights are kept beside them."""
     kernel: CastKernel = "torch"
     skip_layers: tuple[int, ...] = ()
     skip_linears: tuple[str, ...] = ()
@@ -60,6 +63,7 @@ class Fp8Options:
         return cls(
             scaling=train.fp8_scaling,
             cached=train.fp8_weight_cache,
+            only=train.fp8_weights_only,
             kernel=train.fp8_cast_kernel,
             skip_layers=train.fp8_skip_layers,
             skip_linears=train.fp8_skip_linears,
@@ -123,6 +127,8 @@ class Fp8Weights:
     def __init__(self) -> None:
         self._stale: dict[nn.Module, bool] = {}
         self._members: dict[nn.Module, list[Castable]] = {}
+        self.on_cast: Callable[[nn.Module], None] | None = None
+        """Called with a block whose weights have just been cast."""
 
     def keep(self, block: nn.Module, members: Sequence[Castable]) -> None:
         """From now on the block's forward finds these weights cast, and those that it did."""
@@ -143,6 +149,8 @@ class Fp8Weights:
                 # what is frozen was cast once for all, and the weights may be gone
                 if not (isinstance(joined, JoinedLinears) and joined.frozen and joined.cached is not None):
                     joined.cast()
+            if self.on_cast is not None:
+                self.on_cast(block)
 
     def cast_frozen(self) -> list[nn.Linear]:
         """Casts all that is frozen, block by block, and returns the linears that it was made of. Collective where they

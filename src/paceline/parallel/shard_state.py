@@ -18,6 +18,7 @@ class ShardState:
     | otherwise | memory of their own, 1 / shards of the buffer | the same |
     | offloaded | host memory, pinned beside a GPU | the same |
 
+    Without ``keeps_weights`` there is no weight buffer: ``weights`` says its size, dtype and device.
     On a CPU offloading moves nothing, but takes the same path: memory of their own, copied to and from.
     """
 
@@ -31,7 +32,9 @@ class ShardState:
         *,
         offload: bool,
         widen_gradients: bool = True,
+        keeps_weights: bool = True,
     ) -> None:
+        self._keeps_weights = keeps_weights
         self.layout, self.shard, self.dtype, self.offload = layout, shard, dtype, offload
         self._weights, self._gradients = weights, gradients
         self._starts: list[int] = []
@@ -62,7 +65,7 @@ class ShardState:
 
     def compute_weight_of(self, slot: Slot) -> Tensor | None:
         """[elements owned]: the same in the weight buffer, where that is other memory on the same device."""
-        if self.own_weights is None or self.offload:
+        if self.own_weights is None or self.offload or not self._keeps_weights:
             return None
         return self._part(slot, self.shard_of(self._weights, self.layout.buckets[slot.bucket]))
 
