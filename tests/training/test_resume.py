@@ -16,6 +16,7 @@ from distributed import run as on_ranks
 from paceline.config.load import resolve
 from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
 from paceline.training.resume import refuse_start
+from paceline.training.summary import Summary
 from tests.training import runs
 from tests.training.runs import alone, losses
 
@@ -196,6 +197,36 @@ def test_resuming_past_the_end_says_so(data: str, tmp_path: Path) -> None:
     assert "step 3 of 3" in error.subject and "train.steps" in error.next_step
     with pytest.raises(TrainingError, match="step 3 of 3"):
         refuse_start(resolve({}, recipe).config)
+
+
+def test_a_run_that_was_killed_before_its_summary_gets_one(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    recipe = runs.tiny(folder, data, f"data.valid={data}", steps=3)
+
+    def killed(summary: Summary, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Summary, "write", killed)
+        alone(recipe)
+    metrics = (folder / "metrics.jsonl").read_text()
+    assert not (folder / "summary.json").exists()
+    refuse_start(resolve({}, recipe).config)
+    alone(recipe)
+    found = json.loads((folder / "summary.json").read_text())
+    assert found["steps"] == 3 and found["evaluation"]["loss"] > 0 and not found["stopped_by"]
+    assert (folder / "metrics.jsonl").read_text() == metrics, "no step was trained again"
+    # one of an earlier start that was stopped is none of the whole run
+    (folder / "summary.json").write_text(json.dumps(found | {"steps": 2, "stopped_by": "SIGTERM"}))
+    alone(recipe)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert isinstance(refused(recipe), TrainingError)
+    # a folder without metrics, of a converted checkpoint, has nothing to sum up
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").unlink()
+    assert isinstance(refused(recipe), TrainingError)
 
 
 def test_a_changed_sample_order_is_noticed(data: str, tmp_path: Path) -> None:

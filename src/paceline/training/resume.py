@@ -21,6 +21,7 @@ from paceline.data.build import Datasets
 from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
 from paceline.observe.events import MAY_DIFFER, RunFolder
 from paceline.training.exports import lacks_last_export
+from paceline.training.summary import lacks_summary
 from paceline.training.trainer import Progress
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -153,16 +154,18 @@ def _other_recipe(
 
 
 def find_start(checkpoint: Checkpoint | None, config: RunConfig) -> Start:
-    """Where to begin, given the newest whole checkpoint; at the last step where only the export is left to do.
+    """Where to begin, given the newest whole checkpoint; at the last step where only the run's end is left to do: its
+    export, or its last evaluation and summary.
 
     Raises:
-        TrainingError: all steps of the recipe are done, and so is the export.
+        TrainingError: all steps of the recipe are done, and so is its end.
     """
     if checkpoint is None:
         return Start(checkpoint=None, progress=Progress())
     state = checkpoint.state()
-    only_export = state.step == config.train.steps and lacks_last_export(config)
-    if state.step >= config.train.steps and not only_export:
+    cut_off = lacks_last_export(config) or lacks_summary(Path(config.run.folder), state.step)
+    only_end = state.step == config.train.steps and cut_off
+    if state.step >= config.train.steps and not only_end:
         raise TrainingError(
             f"nothing left to train: the run stands at step {state.step} of {config.train.steps}",
             evidence=f"{checkpoint.folder} is its newest checkpoint.",

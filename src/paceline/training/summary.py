@@ -13,6 +13,8 @@ from paceline.report import units
 from paceline.training.start_up import phases_line
 from paceline.training.validate import Evaluation
 
+SUMMARY = "summary.json"
+"""In the run folder."""
 WARM_UP_RECORDS = 1
 """Logged steps at the start that speeds leave out: compilation, first allocations, a cold cache."""
 
@@ -51,7 +53,7 @@ class Summary:
     """tokens of the run / energy of all devices; None where a device does not count its energy"""
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / "summary.json", json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(folder / SUMMARY, json.dumps(asdict(self), indent=2) + "\n")
 
     def lines(self) -> list[tuple[str, str]]:
         """(title, text) for the terminal."""
@@ -118,6 +120,21 @@ class Summary:
         if self.tokens_per_joule is not None:
             rows.append(("energy", f"{self.tokens_per_joule:.3g} tokens a joule of the devices"))
         return rows
+
+
+def lacks_summary(folder: Path, steps: int) -> bool:
+    """Whether a run that has trained ``steps``, all of its recipe, was cut off before it summed them up.
+
+    A folder without metrics has nothing to sum up: a converted checkpoint, say.
+    """
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return False
+    try:
+        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return bool(found["stopped_by"]) or int(found["steps"]) < steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def speed_of(records: Sequence[StepRecord]) -> dict[str, Any]:
