@@ -41,6 +41,24 @@ CASES = {
         "train.fp8_weights_only=true",
         "train.fp8_weight_cache=false",
     ),
+    "config.lora-muon": ("lora.rank=4", "optim.name=muon"),
+    "config.lora-base-fsdp": ("lora.rank=4", "lora.base=nf4", "parallel.zero=3"),
+    "config.lora-base-offload": ("lora.rank=4", "lora.base=nf4", "parallel.offload=optimizer"),
+    "config.lora-fp8": ("lora.rank=4", "lora.base=fp8"),
+    "config.lora-fp8-cache": (
+        "lora.rank=4",
+        "lora.base=fp8",
+        "train.precision=fp8",
+        "train.fp8_weight_cache=false",
+    ),
+    "config.lora-nf4-compile": ("lora.rank=4", "lora.base=nf4", "parallel.compile=true"),
+    "config.lora-nf4-split-backward": (
+        "lora.rank=4",
+        "lora.base=nf4",
+        "parallel.pipeline_schedule=zero_bubble",
+        "parallel.pp=2",
+    ),
+    "config.lora-nf4-fp8": ("lora.rank=4", "lora.base=nf4", "train.precision=fp8"),
     "config.fp8-offload": ("train.precision=fp8", "parallel.offload=optimizer"),
 }
 
@@ -52,8 +70,9 @@ def test_every_row_is_tried() -> None:
 @pytest.mark.parametrize("id_", CASES)
 def test_a_pair_is_refused_and_each_way_out_works(findings: Callable[..., list[Finding]], id_: str) -> None:
     (row,) = (row for row in EXCLUSIONS if row.id == id_)
-    (refused,) = findings(4, *CASES[id_])
-    assert refused.severity == "error" and refused.id == id_
+    # beside errors there may be what is said of any recipe with adapters
+    (refused,) = (finding for finding in findings(4, *CASES[id_]) if finding.severity == "error")
+    assert refused.id == id_
     assert all(option.key in refused.subject and option.off in refused.next_step for option in row.options)
     assert refused.evidence == row.because
     assert ("Nearest layouts" in refused.next_step) == row.of_layout
