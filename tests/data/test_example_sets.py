@@ -13,7 +13,9 @@ from paceline.config.data import DataConfig
 from paceline.data.build import Datasets
 from paceline.data.example_files import RowRequest
 from paceline.data.example_sets import build_row_datasets
+from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import ConfigError, DataError
+from tests.data import chat_tokenizers
 
 DEMO = Path(__file__).parent / "llamafactory" / "dataset_info.json"
 
@@ -178,7 +180,32 @@ def test_identity_is_what_decides_the_rows(tmp_path: Path) -> None:
     assert len({data.train.identity for data in others} | {first}) == 6
 
 
+@pytest.mark.parametrize(
+    ("train", "task", "reads"),
+    [
+        ("synthetic", "sft", False),
+        ("corpus", "pretrain", False),
+        ("corpus", "sft", True),
+        ("chat.jsonl", "pretrain", True),
+        (["corpus", "dataset_info.json#wiki"], "pretrain", True),
+        ([{"path": "corpus"}], "kto", True),
+    ],
+)
+def test_what_is_read_as_rows(train: Any, task: str, reads: bool) -> None:
+    assert DataConfig(train=train).reads_rows(task) is reads
+
+
 # ---- tokenizer and template
+
+
+def test_the_tokenizer_and_template_of_the_first_weights(tmp_path: Path) -> None:
+    folder = chat_tokenizers.write_tokenizer(tmp_path / "model", chat_tokenizers.CHATML)
+    path = write(tmp_path / "a.jsonl", [chat("hello", "fox")])
+    request = RowRequest(task="sft", seq_len=64, seed=1, init_from=str(folder))
+    data = build_row_datasets(DataConfig(train=path), request, train_samples=1)
+    assert data.tokenizer_info.name == str(folder / "tokenizer.json")
+    sample = data.train[0]
+    assert load_tokenizer(folder).decode(sample.labels[sample.labels >= 0]) == "fox<|im_end|>"
 
 
 def test_tokenizer_and_template(tmp_path: Path) -> None:

@@ -176,7 +176,8 @@ def test_a_row_is_the_record_that_it_means(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in VALID if "parts" not in name])
 def test_parquet_says_the_same(name: str) -> None:
-    """Its columns are there in every row, with null where another row has something (and a text beside a list in none)."""
+    """Its columns are there in every row, with null where another row has something. (Parts are no column: a text
+    beside a list.)"""
     row, record = VALID[name]
     others = [dict.fromkeys(row), {"extra": 1}]
     assert read_record(pyarrow.Table.from_pylist([row, *others]).to_pylist()[0]) == record
