@@ -11,6 +11,7 @@ import dense_jobs
 import jobs
 
 from paceline.config.load import load_recipe
+from paceline.config.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
 COUNTS = (8, 4, 2)
@@ -31,6 +32,7 @@ class Job(jobs.Job):
     kind: Kind = "bench"
     work: str = ""
     """Entries of one work do the same on as many GPUs: the first choice of `plan` is held against the best of them."""
+    precision: str = "bf16"
     gemm_seconds: float = 2.0
 
     @property
@@ -43,6 +45,7 @@ class Job(jobs.Job):
 
 _13B, _8B = "recipes/eight_gpus/gpt_13b.toml", "recipes/llama3_8b.toml"
 _FP8 = ("train.precision=fp8", "train.fp8_cast_kernel=triton", "train.fp8_head=true")
+_ALONE = "train.fp8_weights_only=true"
 SEQUENCES = 8
 """Of 2048 tokens, a GPU and step, of the 13B where it is not a rung of the ladder."""
 _FSDP = ("parallel.zero=3", "parallel.accumulate_dtype=fp32", "parallel.fused_weight_gradients=false")
@@ -104,18 +107,17 @@ def best_jobs(gpus: int) -> list[Job]:
         4: (_best("best_micro1", "dp 4, ZeRO-1, micro-batches of 1, nothing recomputed", 1, "none"),),
         2: (_best("best_tensor", "tp 2, micro-batches of 4, selective recomputation", 4, "selective", "tp=2"),),
     }[gpus]
-    lean = ("train.fp8_weight_cache=false",)
     fp8 = {
         8: (
-            _best("fp8", "fp8: dp 8, ZeRO-1, micro-batches of 2, nothing recomputed", 2, "none"),
-            _best("fp8_selective", "fp8: the same with selective recomputation", 2, "selective"),
+            _best("fp8", "fp8, no bf16 weights: dp 8, ZeRO-1, micro-batches of 2, nothing recomputed", 2, "none"),
+            _best("fp8_micro4", "fp8: the same with micro-batches of 4", 4, "none"),
         ),
         4: (
-            _best("fp8", "fp8: dp 4, ZeRO-1, micro-batches of 1, selective recomputation", 1, "selective"),
-            _best("fp8_lean", "fp8: micro-batches of 2, weights cast at each use", 2, "selective", more=lean),
+            _best("fp8", "fp8, no bf16 weights: dp 4, ZeRO-1, micro-batches of 1, nothing recomputed", 1, "none"),
+            _best("fp8_micro2", "fp8: the same with micro-batches of 2", 2, "none"),
         ),
         2: (
-            _best("fp8", "fp8: pp 2, micro-batches of 1, selective recomputation", 1, "selective", "pp=2"),
+            _best("fp8", "fp8, no bf16 weights: dp 2, ZeRO-1, micro-batches of 1, selective", 1, "selective"),
             _best("fp8_tensor", "fp8: tp 2, micro-batches of 2, selective recomputation", 2, "selective", "tp=2"),
         ),
     }[gpus]
@@ -132,17 +134,14 @@ def best_jobs(gpus: int) -> list[Job]:
     ]
 
 
-def _best(
-    name: str, title: str, micro: int, recompute: str, sets: str = "zero=1", *, more: tuple[str, ...] = ()
-) -> Layout:
-    layout = _layout(name, title, sets, micro, recompute)
-    return replace(layout, sets=(*layout.sets, *more))
+def _best(name: str, title: str, micro: int, recompute: str, sets: str = "zero=1") -> Layout:
+    return _layout(name, title, sets, micro, recompute)
 
 
 def _of_13b(layout: Layout, gpus: int, part: str, *, precision: str = "bf16") -> Job:
-    fp8 = _FP8 if precision == "fp8" else ()
+    fp8 = (*_FP8, _ALONE) if precision == "fp8" else ()
     return Job(
-        part=part, name=layout.name, title=layout.title, recipe=_13B, processes=gpus,
+        part=part, name=layout.name, title=layout.title, recipe=_13B, processes=gpus, precision=precision,
         sets=(*sequences(gpus), *layout.sets, *fp8), work="" if fp8 else thirteen_work(gpus), estimate=70.0,
         warm_up=3, steps=8,
     )  # fmt: skip
@@ -151,16 +150,21 @@ def _of_13b(layout: Layout, gpus: int, part: str, *, precision: str = "bf16") ->
 def rung(name: str, gpus: int, part: str) -> Job:
     """A rung of `recipes/ladder`, which is for two GPUs, with as many sequences a GPU."""
     recipe = f"recipes/ladder/{name}.toml"
-    a_gpu = _sequences_of(recipe) // 2
+    train = _ladder(recipe).train
+    a_gpu = train.global_batch_size // 2
+    same = train.precision == "bf16" and a_gpu == SEQUENCES
+    # a start and compiling, and steps that are as long as they have sequences
+    estimate = 36.0 + 2.5 * a_gpu
     return Job(
         part=part, name=name, title=dense_jobs.change_of(recipe), recipe=recipe, processes=gpus,
-        sets=(f"train.global_batch_size={a_gpu * gpus}",), estimate=46.0, warm_up=3, steps=8, gemm_seconds=1.0,
+        precision=train.precision, work=thirteen_work(gpus) if same else "", estimate=estimate,
+        sets=(f"train.global_batch_size={a_gpu * gpus}",), warm_up=3, steps=8, gemm_seconds=1.0,
     )  # fmt: skip
 
 
 @cache
-def _sequences_of(recipe: str) -> int:
-    return load_recipe(str(ROOT / recipe), []).config.train.global_batch_size
+def _ladder(recipe: str) -> RunConfig:
+    return load_recipe(str(ROOT / recipe), []).config
 
 
 # ---- runs that `explain` reads
@@ -214,9 +218,11 @@ def scaling_jobs(gpus: int) -> list[Job]:
     """llama3_8b, 4 sequences of 8192 tokens a GPU; the ends of the comparison first."""
 
     def job(count: int, precision: str) -> Job:
-        fp8 = (*_FP8, "parallel.recompute=none") if precision == "fp8" else ()
+        fp8 = (*_FP8, _ALONE, "parallel.recompute=none") if precision == "fp8" else ()
         batch = f"train.global_batch_size={4 * count}"
-        return _8b("scaling", f"8b_{precision}_{count}", f"llama3_8b {precision}, {count} GPUs", count, batch, *fp8)
+        title = f"llama3_8b {precision}, {count} GPUs"
+        made = _8b("scaling", f"8b_{precision}_{count}", title, count, batch, *fp8)
+        return replace(made, precision=precision)
 
     ends = [gpus, *([2] if gpus > 2 else [])]
     between = [count for count in COUNTS if 2 < count < gpus]
@@ -280,7 +286,7 @@ def expert_jobs(gpus: int) -> list[Job]:
 def rung_jobs(gpus: int) -> list[Job]:
     """What lies between the naive recipe and the best ones; the upper ends first."""
     names = [name for name in dense_jobs.RUNGS if name != NAIVE]
-    first = [name for name in ("6_micro_batch", names[-1]) if name in names]
+    first = [name for name in ("7_gathered", names[-1]) if name in names]
     return [rung(name, gpus, "rungs") for name in dict.fromkeys((*first, *names))]
 
 

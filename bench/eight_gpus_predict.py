@@ -60,8 +60,10 @@ def digest(config: RunConfig) -> str:
 
 
 def predict_all(jobs: Sequence[Job], results: EightResults, gpu: Hardware, *, again: bool, commit: str) -> list[str]:
-    """Keys of what was predicted now."""
-    made = []
+    """Keys of what was predicted now. Predictions of jobs that are no more go, unless they were measured."""
+    made, keys = [], {job.key for job in jobs}
+    for key in [key for key in results.predictions if key not in keys and key not in results.entries]:
+        del results.predictions[key]
     for job in jobs:
         config = load_recipe(str(ROOT / job.recipe), list(job.sets)).config
         before, measured = results.predictions.get(job.key), results.is_measured(job)

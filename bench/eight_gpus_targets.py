@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from eight_gpus_jobs import COUNTS, NAIVE, jobs_of, thirteen_work
+from eight_gpus_jobs import COUNTS, NAIVE, jobs_of
 from plan_results import AFTER, PREDICTIONS, Pair, percent
 
 Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -66,12 +66,8 @@ def _thirteen_keys(gpus: int, *, bf16_alone: bool) -> Iterator[str]:
     """Entries of the 13B, the naive one aside."""
     for part in ("thirteen", "layouts", "rungs"):
         for job in jobs_of(part, gpus=gpus):
-            is_bf16 = job.work == thirteen_work(gpus) or job.name in _BF16_RUNGS
-            if job.key != NAIVE_KEY and (is_bf16 or not bf16_alone):
+            if job.key != NAIVE_KEY and (job.precision == "bf16" or not bf16_alone):
                 yield job.key
-
-
-_BF16_RUNGS = ("1_attention", "2_loss", "3_compile", "4_recompute", "5_reduction", "6_micro_batch")
 
 
 def _over_naive(entries: Entries, gpus: int, precision: str, factor: float) -> Verdict:
@@ -115,7 +111,7 @@ def _layout_times(data: Mapping[str, Any]) -> Verdict:
 def _first_choice(entries: Entries, gpus: int) -> Verdict:
     """Entries of the same work: the planner looked for the fastest of it in bf16."""
     what, target = "`plan`'s first choice, gpt_13b bf16", f"within {percent(FIRST_CHOICE)} of the best measured"
-    keys = [job.key for part in ("thirteen", "layouts") for job in jobs_of(part, gpus=gpus) if job.work]
+    keys = [job.key for part in ("thirteen", "layouts", "rungs") for job in jobs_of(part, gpus=gpus) if job.work]
     chosen, best = figures(entries.get("thirteen/planned")), fastest(entries, iter(keys))
     if entries.get("thirteen/planned", {}).get("ran_out"):
         return Verdict(what=what, target=target, found="it ran out of memory", met=False)

@@ -141,8 +141,10 @@ def test_a_prediction_stands_and_a_changed_recipe_is_predicted_anew(tmp_path: Pa
     again.predictions[job.key]["step_seconds"] = 99.0
     assert eight_gpus_predict.predict_all(jobs, again, GPU, again=False, commit="later") == []
     assert again.predictions[job.key]["commit"] == "abc"
-    changed = [replace(job, sets=(*job.sets, "train.micro_batch_size=2"))]
+    changed = [replace(each, sets=(*each.sets, "train.micro_batch_size=2")) if each == job else each for each in jobs]
+    again.predictions["layouts/gone"] = again.predictions[job.key]
     assert eight_gpus_predict.predict_all(changed, again, GPU, again=False, commit="later") == [job.key]
+    assert "layouts/gone" not in again.predictions
     again.put(job, run_entry(1000.0))
     assert eight_gpus_predict.predict_all(jobs, again, GPU, again=False, commit="later") == [], "measured: it stays"
     eight_gpus_predict.predict_all(jobs, again, GPU, again=True, commit="later")
