@@ -85,6 +85,29 @@ def test_every_switch_has_a_class_and_what_narrows_is_of_the_last() -> None:
                 assert found[setting.key] == "precision", (setting.key, value)
 
 
+NOT_TUNED = {
+    "train": {
+        "steps", "global_batch_size", "seq_len", "eval_interval", "eval_steps", "max_skipped_steps", "on_nonfinite",
+        "fp8_skip_layers", "fp8_skip_linears",
+    },
+    "parallel": {"dp_shard", "order"},
+    "optim": {
+        "name", "lr", "min_lr", "schedule", "warmup_steps", "decay_steps", "decay_shape", "betas", "eps",
+        "weight_decay", "decay_embeddings", "grad_clip", "muon_momentum", "muon_lr", "muon_steps",
+    },
+}  # fmt: skip
+"""What trials leave alone: it is the training itself, or follows from others."""
+
+
+def test_every_field_that_may_decide_speed_is_tuned_or_left_alone_on_purpose() -> None:
+    """A new field of these sections belongs into `tuner/settings.py`, or into the list above."""
+    for section, left in NOT_TUNED.items():
+        fields = set(type(getattr(BASE, section)).model_fields)
+        tuned = {key.partition(".")[2] for key in TUNABLE if key.startswith(f"{section}.")}
+        assert fields - left - tuned == set(), section
+        assert tuned <= fields and left <= fields and not tuned & left, section
+
+
 def line(step: int, loss: float | None, norm: float | None) -> dict[str, float | None]:
     return {"step": float(step), "loss": loss, "grad_norm": norm}
 

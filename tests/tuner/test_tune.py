@@ -333,3 +333,33 @@ def test_the_recipe_says_what_was_changed(tmp_path: Path) -> None:
     for key in answer.result.changes:
         assert f"#   {key} = " in text
     assert validate(tomllib.loads(text)) == answer.result.config
+
+
+def test_trials_of_a_wider_search_do_not_win(tmp_path: Path) -> None:
+    """A folder that was filled with `--allow precision`, taken up without it."""
+    vary = ("train.precision=bf16,fp8", "parallel.recompute=none,full")
+    wide = run_ask(ask(tmp_path, vary=vary, allow=("precision",)), runner_of=simulated(seed=8))
+    assert wide.result.neutrality == "precision" and wide.result.changes["train.precision"].after == "fp8"
+    narrow = run_ask(ask(tmp_path, vary=vary), runner_of=simulated(seed=8))
+    assert "train.precision" not in narrow.result.changes and narrow.result.gain is not None
+    assert narrow.data["gain"] < wide.data["gain"]
+    held = run_ask(ask(tmp_path, vary=vary, hold=("parallel.recompute",)), runner_of=simulated(seed=8))
+    assert not held.result.changes
+
+
+def test_a_trial_that_outlasts_its_call_is_not_blamed(tmp_path: Path) -> None:
+    class Endless(Simulated):
+        def run(self, number: int, config: RunConfig, *, limit_seconds: float) -> Ended:
+            if self.number == 1:
+                self.number += 1
+                assert limit_seconds < 260, "what is left of the call, and a little more"
+                return Ended(seconds=limit_seconds, failure="timeout", reason="stopped")
+            return super().run(number, config, limit_seconds=limit_seconds)
+
+    asked = ask(tmp_path, pause_after="4m")
+    told: list[str] = []
+    answer = run_ask(
+        asked, tell=told.append, runner_of=lambda journal, of: Endless(of.space, 0, faults=0.0, wrong_losses=0.0)
+    )
+    assert answer.stopped == "pause" and len(answer.result.trials) == 1
+    assert "begins anew in the next one" in told[-1]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import Hardware, find_hardware
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.step import room_of
 from paceline.costs.workload import INTERCONNECTS, Cluster
+from paceline.doctor.hardware.card import Card
 from paceline.doctor.hardware.live import Live, look
 from paceline.errors import LaunchError
 from paceline.planner.machines import usual_interconnect
@@ -80,15 +85,40 @@ def _unknown(name: str, memory_bytes: float, *, on_gpu: bool) -> Hardware:
     )
 
 
+_QUESTION = """
+import json, torch
+cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([[card.name, card.total_memory] for card in cards]))
+"""
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def asked_torch() -> tuple[Card, ...]:
+    """GPUs that torch sees and no tool of the driver tells of, asked in a process that leaves nothing on them."""
+    if not any(path.exists() for path in _DRIVERS):
+        return ()
+    done = subprocess.run([sys.executable, "-c", _QUESTION], capture_output=True, text=True, check=False)
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        return ()
+    return tuple(Card(index=index, name=name, memory_bytes=size) for index, (name, size) in enumerate(found))
+
+
 def find_machine(
-    config: RunConfig, ranks: int, *, look: Callable[[], Live] = look, profile: Profile = PACELINE
+    config: RunConfig,
+    ranks: int,
+    *,
+    look: Callable[[], Live] = look,
+    ask_torch: Callable[[], tuple[Card, ...]] = asked_torch,
+    profile: Profile = PACELINE,
 ) -> Machine:
     """This host as a recipe would use it. `cluster.gpu` names the card where the driver's name is not in the table.
 
     Raises:
         LaunchError: there are GPUs, and fewer than ranks; or the recipe wants GPUs and there are none.
     """
-    cards = () if config.cluster.device == "cpu" else look().cards
+    cards = () if config.cluster.device == "cpu" else look().cards or ask_torch()
     if not cards:
         if config.cluster.device == "cuda":
             raise LaunchError(

@@ -67,11 +67,13 @@ class Search:
     """Everything that is decided from the trials. ``advice`` is of `explain`."""
 
     def __init__(self, space: Space, goal: Goal, trials: Sequence[Trial], advice: Sequence[Advice] = ()) -> None:
-        self.space, self.goal, self.trials = space, goal, tuple(trials)
+        self.space, self.goal = space, goal
+        # a folder may hold trials of a wider search: with `--allow precision`, or without `--hold`
+        self.trials = tuple(trial for trial in trials if space.point(trial.changes) is not None)
         self.time = Belief(space.base, space.machine)
         self.memory = Belief(space.base, space.machine, of_memory=True)
         self.suspects = Suspects(trials)
-        self.base = next((trial for trial in trials if not trial.changes and trial.is_good), None)
+        self.base = next((trial for trial in self.trials if not trial.changes and trial.is_good), None)
         self._learn(advice)
 
     # ---- what is known

@@ -44,6 +44,11 @@ def _in_fp8(config: RunConfig, machine: Machine) -> bool:
     return config.train.precision == "fp8"
 
 
+def _cached(config: RunConfig, machine: Machine) -> bool:
+    """Whether weights are kept in fp8 over a step."""
+    return _in_fp8(config, machine) and config.parallel.engine == "flat"
+
+
 def _tensorwise(config: RunConfig, machine: Machine) -> bool:
     return _in_fp8(config, machine) and machine.on_gpu and config.train.fp8_scaling == "tensorwise"
 
@@ -66,6 +71,14 @@ SWITCHES: tuple[Setting, ...] = (
         key="train.attention_kernel", values=("flash4",), where=_flash4, gain={"flash4": -0.01}, spread=0.03, risk=0.1
     ),
     Setting(key="train.loss_kernel", values=("chunked",), gain={"chunked": -0.01}, spread=0.04),
+    Setting(
+        key="train.loss_chunk_tokens", values=(1024, 4096), spread=0.01,
+        where=lambda config, machine: config.train.loss_kernel == "chunked",
+    ),
+    Setting(
+        key="parallel.offload", values=("optimizer",), spread=0.2, risk=0.1,
+        where=lambda config, machine: machine.on_gpu and config.parallel.offload != "parameters",
+    ),
     Setting(key="parallel.compile", values=(True, False), spread=0.1, risk=0.1),
     Setting(
         key="optim.fused_update", values=(True,), spread=0.02,
@@ -87,6 +100,11 @@ SWITCHES: tuple[Setting, ...] = (
     Setting(
         key="train.fp8_cast_kernel", values=("triton",), where=_tensorwise, gain={"triton": -0.04}, spread=0.05,
         risk=0.2,
+    ),
+    Setting(key="train.fp8_weight_cache", values=(False,), where=_cached, spread=0.03),
+    Setting(
+        key="train.fp8_weights_only", values=(True,), spread=0.05, risk=0.1,
+        where=lambda config, machine: _cached(config, machine) and config.train.fp8_weight_cache,
     ),
     Setting(
         key="train.fp8_head", values=(True,), gain={True: -0.02}, spread=0.03,
@@ -126,8 +144,8 @@ STRUCTURE = (
 ADVISED = ("parallel.bucket_mb", "train.gc_interval", "parallel.cp_method", "parallel.pipeline_layout")
 """Tried only where `explain` proposes them."""
 
-FOLLOWING = ("parallel.dp_shard", "parallel.order")
-"""Change only with others: the layout that a base had may not make the new one."""
+FOLLOWING = ("parallel.dp_shard", "parallel.accumulate_dtype", "parallel.pipeline_layout")
+"""Change with others, where the base's value does not go with the new one."""
 
 TUNABLE = frozenset({*(setting.key for setting in SWITCHES), *STRUCTURE, *ADVISED})
 """Everything that a trial may change."""

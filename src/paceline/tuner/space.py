@@ -21,7 +21,7 @@ from paceline.planner.rough import Degrees
 from paceline.planner.space import find_space, schedules
 from paceline.tuner.machine import Machine
 from paceline.tuner.neutrality import Neutrality, by_setting, worst
-from paceline.tuner.settings import STRUCTURE, Setting, alternatives
+from paceline.tuner.settings import FOLLOWING, STRUCTURE, Setting, alternatives
 from paceline.tuner.trial import Changes
 
 KEPT_DEGREES = 24
@@ -30,6 +30,8 @@ MOST_SEQUENCES = 32
 """Of a micro-batch."""
 MOST_POINTS = 20_000
 """Of a product that the user named."""
+
+_DEGREES = frozenset({"parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp_replicate"})
 
 Key = tuple[tuple[str, Any], ...]
 
@@ -140,9 +142,16 @@ class Space:
             changes.pop("parallel.pipeline_schedule", None)
         if config.parallel.cp == self.base.parallel.cp == 1:
             changes.pop("parallel.cp_method", None)
+        if self.base.parallel.dp_shard and not _DEGREES.isdisjoint(changes):
+            fixed = config.parallel.model_ranks * config.parallel.dp_replicate
+            changes["parallel.dp_shard"] = max(1, self.machine.ranks // fixed)
         if config.parallel.zero >= 2 and config.parallel.accumulate_dtype == "bf16":
             changes["parallel.accumulate_dtype"] = "fp32"  # FSDP sums in the precision of its reduction
         return changes
+
+    def _named(self, changes: Changes) -> bool:
+        """Whether the user named all of these, if any were named; what only follows others needs no naming."""
+        return not self.vary or all(key in self.vary or key in FOLLOWING for key in changes)
 
     @property
     def _switches(self) -> Sequence[Setting]:
@@ -150,7 +159,7 @@ class Space:
 
     def _made(self, changes: Changes) -> Point | None:
         ranks = self.machine.ranks
-        if not self.held.isdisjoint(changes):
+        if not self.held.isdisjoint(changes) or not self._named(changes):
             return None
         config = with_changes(self.base, changes)
         both = {key: (value_at(self.base, key), value) for key, value in changes.items()}
@@ -233,7 +242,7 @@ class Space:
                 continue  # where nothing is known of links, another way to spread the model is a shot in the dark
             dp = ranks // (of.tp * of.pp * of.cp)
             for schedule, stages in schedules(base, of):
-                layout = _layout(base, of, dp, schedule, stages)
+                layout = _layout(base, of, schedule, stages)
                 if layout != own and batch % dp == 0:
                     yield layout, batch // dp
 
@@ -243,7 +252,7 @@ def _degrees(config: RunConfig) -> tuple[int, ...]:
     return parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp
 
 
-def _layout(base: RunConfig, of: Degrees, dp: int, schedule: str, stages: int) -> dict[str, Any]:
+def _layout(base: RunConfig, of: Degrees, schedule: str, stages: int) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "parallel.tp": of.tp,
         "parallel.pp": of.pp,
@@ -255,8 +264,6 @@ def _layout(base: RunConfig, of: Degrees, dp: int, schedule: str, stages: int) -
         "parallel.pipeline_schedule": schedule if of.pp > 1 else base.parallel.pipeline_schedule,
         "parallel.stages_per_rank": stages,
     }
-    if base.parallel.dp_shard:
-        changes["parallel.dp_shard"] = dp // of.dp_replicate
     if base.parallel.pipeline_layout and (of.pp, stages) != (base.parallel.pp, base.parallel.stages_per_rank):
         changes["parallel.pipeline_layout"] = ()
     if of.pp == 1 and base.parallel.pipeline_schedule != "1f1b" and base.parallel.pp > 1:

@@ -33,6 +33,8 @@ _PATIENCE = 3.0
 _LEAST_LIMIT = 240.0
 """... seconds that each has anyway: the first compilation of a large model is slow."""
 
+_GRACE = 10.0
+"""Seconds that a trial may go on after the time of its call."""
 _HOPELESS = 0.01
 """Probability of fitting below which the recipe itself is not tried."""
 
@@ -107,29 +109,37 @@ class Tuning:
             reserve = sum(self._cost(trial.step_seconds) for trial in confirming)
             proposal = search.propose()
             if proposal is not None and self._fits(self._cost_of(proposal), reserve):
-                self._try(_of_proposal(proposal))
+                if not self._try(_of_proposal(proposal)):
+                    return "pause"
                 continue
             if not confirming:
                 return "done" if proposal is None else self._over(self._cost_of(proposal))
             if not self._fits(self._cost(confirming[0].step_seconds), 0.0):
                 return self._over(self._cost(confirming[0].step_seconds))
-            self._try(self._again(confirming[0]))
+            if not self._try(self._again(confirming[0])):
+                return "pause"
 
     # ---- one trial
 
-    def _try(self, wanted: _Next) -> None:
+    def _try(self, wanted: _Next) -> bool:
+        """False where this call's time was over before the trial was: it counts for nothing then."""
         number = len(self.trials) + self.journal.lost
         self.tell(f"trial {number}: {_shown(wanted.point)}; {wanted.why}")
         if not self.trials and (hopeless := self._hopeless(wanted.point)):
             self.journal.append(self._judged(number, wanted, Ended(seconds=0.0, failure="memory", reason=hopeless)))
             self.tell(f"trial {number}: {told(self.trials[-1])}")
-            return
+            return True
         expected = self._cost(wanted.expected) if wanted.expected else 0.0
         limit = max(_LEAST_LIMIT, _PATIENCE * expected, _PATIENCE * self._start_seconds())
-        ended = self.runner.run(number, wanted.point.config, limit_seconds=limit)
+        of_call = max(1.0, self.limits.call_seconds - (self.clock() - self._began) + _GRACE)
+        ended = self.runner.run(number, wanted.point.config, limit_seconds=min(limit, of_call))
+        if ended.failure == "timeout" and of_call < limit:
+            self.tell(f"trial {number}: not over when the time of this call was; it begins anew in the next one")
+            return False
         trial = self._judged(number, wanted, ended)
         self.journal.append(trial)
         self.tell(f"trial {number}: {told(trial)}")
+        return True
 
     def _hopeless(self, base: Point) -> str:
         """Why the recipe itself is not even started; empty where it may fit."""
