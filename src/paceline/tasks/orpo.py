@@ -97,5 +97,9 @@ def with_prompt_labels(batch: Batch) -> Tensor:
 
 
 def log_odds(means: Tensor) -> Tensor:
-    """Of mean log-probabilities, which are below 0; exact also close to 0, where 1 - e^m is all that is left."""
+    """Of mean log-probabilities, which are below 0; exact also close to 0, where 1 - e^m is all that is left.
+
+    A probability that has rounded to 1 counts as 1 - 1e-12: infinite odds have no gradient.
+    """
+    means = means.clamp(max=-1e-12)
     return means - torch.where(means > -0.6931, (-torch.expm1(means)).log(), torch.log1p(-means.exp()))

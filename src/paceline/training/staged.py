@@ -76,6 +76,11 @@ class StagedTask:
         """Whether the last stage is on this rank."""
         return any(stage.is_last for stage in self.stages)
 
+    @property
+    def runs_reference(self) -> bool:
+        """Whether `prepare` computes with a reference model."""
+        return self._reference is not None
+
     def prepare(self, batches: Sequence[Batch]) -> list[Batch]:
         """This rank's part of each sequence, with what the task adds. Runs the reference model, where there is one:
         collective, as `evaluate`."""

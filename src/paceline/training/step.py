@@ -162,7 +162,10 @@ class TrainStep:
 
     def _prepare(self, batches: Sequence[Batch]) -> tuple[list[Batch], Tensor, Tensor]:
         """This rank's part of each sequence; units on this rank, and over all ranks."""
+        if self.staged.runs_reference:
+            self.phases.mark("forward")
         prepared = self.staged.prepare(batches)
+        self.phases.mark("sync")
         local_count = torch.stack([self.staged.task.count(batch) for batch in prepared]).sum(dim=0)
         count = local_count.clone()
         all_reduce(count, self.mesh["dp" if self.staged.traits.whole else "dp_cp"], "dp/step/count")
