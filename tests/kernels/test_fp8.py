@@ -321,7 +321,7 @@ def test_cast_transpose_on_a_gpu(dtype: torch.dtype) -> None:
     kept = cast_weights(weights, "tensorwise")
     on_cpu = cast_weights([weight.cpu() for weight in weights], "tensorwise")
     for one, other in zip(kept, on_cpu, strict=True):
-        assert torch.equal(one.wide(), other.wide())
+        assert torch.equal(one.wide().cpu(), other.wide())
 
 
 def _check_cast_transpose(module: ModuleType, x: Tensor, dtype: torch.dtype) -> None:
