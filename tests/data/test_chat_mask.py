@@ -203,6 +203,14 @@ def test_an_end_is_added_where_the_template_has_none(tmp_path: Path) -> None:
     assert document.trained[-1]
 
 
+def test_markers_that_are_no_tokens_are_told(tmp_path: Path) -> None:
+    kept = encoder(kinds.write_tokenizer(tmp_path), "qwen")
+    assert kept.loose_markers == ()
+    tokenizer = load_tokenizer("byte")
+    loose = Encoder(tokenizer=tokenizer, template=load_template("gemma", tokenizer), task="sft")
+    assert loose.loose_markers == ("<start_of_turn>", "<end_of_turn>")
+
+
 # ---- what the template has no place for
 
 

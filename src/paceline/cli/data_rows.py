@@ -78,6 +78,12 @@ def _counts(report: RowReport, global_batch_size: int) -> Iterator[Text]:
         yield Text("  A run refuses them, or leaves them out with data.bad_rows = 'skip'.", style="yellow")
     template = f", template {report.template}" if report.template else ""
     yield Text(f"tokenizer {report.tokenizer}{template}")
+    if report.loose_markers:
+        yield Text(
+            f"{', '.join(report.loose_markers)}: no tokens of this tokenizer, so they are read as text, several tokens "
+            "each (data.template chooses another template)",
+            style="yellow",
+        )
     share = report.learned / report.tokens if report.tokens else 0.0
     yield Text(f"{_many(report.tokens, 'token')}, {share:.1%} of them learned")
     names = {0: "min", 50: "median", 100: "max"}

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.data.chat_mask import masked_text
 from paceline.data.chat_template import ChatTemplate
+from paceline.data.named_templates import MARKERS, OTHER_NAMES
 from paceline.data.records import (
     BadRowError,
     Conversation,
@@ -83,6 +84,14 @@ class Encoder:
 
     def __post_init__(self) -> None:
         self._special.update(special_tokens(self.tokenizer))
+
+    @property
+    def loose_markers(self) -> tuple[str, ...]:
+        """Markers of a named template that this tokenizer reads as several tokens each."""
+        if isinstance(self.template, DataError):
+            return ()
+        name = OTHER_NAMES.get(self.template.name, self.template.name)
+        return tuple(marker for marker in MARKERS.get(name, ()) if len(self.tokenizer.encode(marker)) > 1)
 
     def encode(self, record: Record) -> Example:
         """The documents of a record.

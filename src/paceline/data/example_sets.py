@@ -141,7 +141,7 @@ class _Builder:
             tokens=tokens,
             samples=len(source),
             epochs=len(source) / source.rows_an_epoch,
-            note=_note(fitted, source, opened.examples.tally),
+            note=_note(fitted, source, opened.examples.tally, self.encoder),
         )
         return source, report
 
@@ -207,9 +207,11 @@ class _Builder:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _note(fitted: Fitted, source: ExampleRows, tally: Tally) -> str:
+def _note(fitted: Fitted, source: ExampleRows, tally: Tally, encoder: Encoder) -> str:
     full = int(fitted.selection.sizes.sum()) / source.tokens_an_epoch
     parts = [f"{len(fitted.selection.members):,} examples in {len(source.rows):,} sequences, {full:.1%} full"]
+    if encoder.loose_markers:
+        parts.append(f"no tokens of this tokenizer, but text: {', '.join(encoder.loose_markers)}")
     if tally.bad:
         parts.append(f"skipped: {tally.summary()}")
     if fitted.too_long.bad:

@@ -229,5 +229,11 @@ NAMED: Mapping[str, str] = {
     "alpaca": _ALPACA,
     "vicuna": _VICUNA,
 }
+MARKERS: Mapping[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+}
+"""Texts of templates that are control tokens in the tokenizers of their families; those of others are plain text."""
 OTHER_NAMES: Mapping[str, str] = {"qwen": "chatml"}
 """Families that take a template of another name."""

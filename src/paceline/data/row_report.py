@@ -53,6 +53,8 @@ class RowReport:
     task: str
     template: str
     tokenizer: str
+    loose_markers: tuple[str, ...]
+    """markers of the template that are no tokens of this tokenizer"""
     tally: Tally
     examples: int
     documents: int
@@ -126,6 +128,7 @@ def report_rows(
         task=request.task,
         template="" if isinstance(encoder.template, Exception) else encoder.template.name,
         tokenizer=encoder.tokenizer.name,
+        loose_markers=encoder.loose_markers,
         tally=examples.tally,
         examples=len(members),
         documents=int(selection.lengths.size),
