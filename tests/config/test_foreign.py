@@ -97,7 +97,7 @@ def test_the_usual_lora_run_of_llamafactory() -> None:
     assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 64)
     assert config.train.steps == 52  # 3 x 1091 / 64, rounded up
     assert {source.path: source.weight for source in config.data.train} == rows
-    assert (config.data.template, config.data.mask, config.data.packing) == ("llama3", "assistant", "buckets")
+    assert (config.data.template, config.data.mask, config.data.packing) == ("llama3", "assistant", "none")
     assert (config.train.seq_len, config.data.too_long) == (2048, "truncate")
     assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (1e-4, "cosine", 6)
     # what was not given is as it is there, not as it is here
@@ -296,7 +296,16 @@ def test_megatron_swift() -> None:
         *("--expert_model_parallel_size", "4", "--sequence_parallel", "true", "--micro_batch_size", "2"),
         *("--global_batch_size", "16", "--recompute_granularity", "full", "--lr", "1e-5", "--min_lr", "1e-6"),
         *("--lr_warmup_fraction", "0.05", "--train_iters", "200", "--save", "out", "--save_interval", "100"),
-        *("--cross_entropy_loss_fusion", "true", "--moe_aux_loss_coeff", "1e-3", "--recompute_num_layers", "1"),
+        *(
+            "--max_length",
+            "4096",
+            "--cross_entropy_loss_fusion",
+            "true",
+            "--moe_aux_loss_coeff",
+            "1e-3",
+            "--recompute_num_layers",
+            "1",
+        ),
         processes=8,
     )
     assert subjects(found) == [] and ids(found, "warning") == []
@@ -333,6 +342,13 @@ def test_words_of_swift(words: tuple[str, ...], ours: str, value: Any) -> None:
     found = swift("--max_steps", "10", *words)
     assert found.fields[ours] == value and subjects(found) == []
     checked(found)
+
+
+def test_rows_are_as_long_as_the_models_sequences_where_nothing_is_said() -> None:
+    given = {"model": "m", "max_steps": 1}
+    assert translate(MS_SWIFT, given, longest={"m": 512}.get).fields["train.seq_len"] == 512
+    assert translate(MS_SWIFT, {**given, "max_length": 64}, longest={"m": 512}.get).fields["train.seq_len"] == 64
+    assert "length" in ids(translate(MS_SWIFT, given), "warning")
 
 
 def test_grpo_is_told() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import tomli_w
 import typer
 
+from paceline.config.check import check
 from paceline.config.foreign import System, Translation, translate
 from paceline.config.foreign_read import read_arguments_file, read_words
+from paceline.config.hub import is_hub_folder, model_of, read_config
 from paceline.config.load import merge, parse_override, resolve, validate
 from paceline.config.run import RunConfig
 from paceline.errors import ConfigError
@@ -59,12 +61,13 @@ def print_recipe_of(name: str, source: str, overrides: Sequence[str], processes:
         processes=processes or read.processes,
         folder=read.folder,
         count_rows=functools.cache(_count_rows),
+        longest=_longest,
     )
     tables = translation.tables()
     for override in overrides:
         tables = merge(tables, parse_override(override))
-    findings = worst_first([*translation.findings, *_model_findings(tables)])
-    _refuse_invalid(tables)
+    own = _own_findings(tables, processes or read.processes)
+    findings = worst_first([*translation.findings, *_model_findings(tables), *own])
     typer.echo(recipe_text(translation, tables, source))
     print_findings(make_console(stderr=True), findings)
     return exit_code(findings)
@@ -128,6 +131,13 @@ def _count_rows(path: str) -> int | None:
     return sum(1 for found in find_record_files([file if entry is None else entry.path]) for _ in read_rows(found))
 
 
+def _longest(path: str) -> int | None:
+    """Tokens of the longest sequence of a model's folder; None where it is not here or none that can be read."""
+    if not is_hub_folder(path):
+        return None
+    return model_of(read_config(Path(path))).max_seq_len
+
+
 def _model_findings(tables: Mapping[str, Any]) -> list[Finding]:
     """Where the model is no folder here, whether the recipe runs cannot be said yet."""
     name = str(tables.get("model", {}).get("init_from", ""))
@@ -144,13 +154,18 @@ def _model_findings(tables: Mapping[str, Any]) -> list[Finding]:
     ]
 
 
-def _refuse_invalid(tables: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the recipe would be refused; without its model where that is not here."""
+def _own_findings(tables: Mapping[str, Any], processes: int) -> list[Finding]:
+    """What a start with this recipe would be told; nothing of it where the model is not here.
+
+    Raises:
+        ConfigError: a value is none of its field.
+    """
     model = dict(tables.get("model", {}))
-    if Path(str(model.get("init_from", ""))).is_dir():
-        resolve(dict(tables))
-    else:
+    if not Path(str(model.get("init_from", ""))).is_dir():
         validate({**tables, "model": {key: value for key, value in model.items() if key != "init_from"}})
+        return []
+    recipe = resolve(dict(tables))
+    return [one for one in check(recipe.config, recipe.registry, processes) if one.severity != "note"]
 
 
 # ---- text

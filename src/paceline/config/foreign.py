@@ -118,12 +118,14 @@ class Draft:
         processes: int,
         folder: Path,
         count_rows: Callable[[str], int | None] = lambda path: None,
+        longest: Callable[[str], int | None] = lambda path: None,
     ) -> None:
         self.system = system
         self.given = given
         self.processes = processes
         self.folder = folder
         self.count_rows = count_rows
+        self.longest = longest
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.findings: list[Finding] = []
@@ -149,8 +151,10 @@ class Draft:
         defaults = self.system.defaults
         default = [_told(name, defaults[name], value) for name in names if name in defaults]
         text = ", ".join(told or default)
+        if text and said:
+            said = f" {said}" if said.startswith(("=", "of ", "(")) else f"; {said}"
         self.fields[ours] = value
-        self.origins[ours] = Origin(said=" ".join(filter(None, (text, said))), is_default=not told and bool(default))
+        self.origins[ours] = Origin(said=text + said, is_default=not told and bool(default))
 
     def find(self, what: str, severity: Severity, subject: str, evidence: str, next_step: str) -> None:
         """Adds a finding, with the id ``config.from-WHAT``."""
@@ -172,6 +176,7 @@ def translate(
     processes: int = 1,
     folder: Path = Path(),
     count_rows: Callable[[str], int | None] = lambda path: None,
+    longest: Callable[[str], int | None] = lambda path: None,
 ) -> Translation:
     """What ``given`` becomes as a recipe.
 
@@ -180,12 +185,13 @@ def translate(
         processes: that it would run in: global batches are products of it.
         folder: paths in ``given`` begin here.
         count_rows: rows of a path as `data.train` names it; None where that cannot be said.
+        longest: tokens of the longest sequence of the model at a path; None where it is not here.
 
     Raises:
         ConfigError: a value is not of its key's kind.
     """
     named = {system.also_called.get(_plain(name), _plain(name)): value for name, value in given.items()}
-    draft = Draft(system, named, processes=processes, folder=folder, count_rows=count_rows)
+    draft = Draft(system, named, processes=processes, folder=folder, count_rows=count_rows, longest=longest)
     unknown = [name for name in named if name not in system.known]
     for name, simple in system.simple.items():
         if draft.value(name, "text") is not None:

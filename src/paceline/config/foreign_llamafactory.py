@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from paceline.config import foreign_trainer as trainer
 from paceline.config.foreign import Draft, Simple, System, Without
 from paceline.config.foreign_tuning import WITHOUT as TUNING_WITHOUT
-from paceline.config.foreign_tuning import AdapterWords, adapters, held_out, preference_loss, sources, template
+from paceline.config.foreign_tuning import (
+    AdapterWords,
+    adapters,
+    held_out,
+    preference_loss,
+    sources,
+    template,
+    unpacked,
+)
 
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 _ADAPTERS = AdapterWords(how="finetuning_type", alpha_per_rank=2.0)
@@ -184,7 +192,7 @@ def _rows(draft: Draft) -> None:
         )
     draft.put(
         "data.packing",
-        "pack" if packed else "buckets",
+        "pack" if packed else unpacked(draft),
         *("packing", "neat_packing"),
         said="" if packed or draft.has("packing") else "rows are padded to the longest of a batch there",
     )

@@ -13,7 +13,15 @@ from typing import Any
 from paceline.config import foreign_trainer as trainer
 from paceline.config.foreign import Draft, Simple, System, Without
 from paceline.config.foreign_tuning import WITHOUT as TUNING_WITHOUT
-from paceline.config.foreign_tuning import AdapterWords, adapters, held_out, preference_loss, sources, template
+from paceline.config.foreign_tuning import (
+    AdapterWords,
+    adapters,
+    held_out,
+    preference_loss,
+    sources,
+    template,
+    unpacked,
+)
 
 _TASKS = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "rm": "reward"}
 _ADAPTERS = AdapterWords(
@@ -182,8 +190,9 @@ def _precision(draft: Draft) -> None:
     if not known:
         draft.given = {**draft.given, name: True} if name != "fp32" else draft.given
     trainer.precision(draft)
-    if not known and draft.has("torch_dtype"):
-        draft.put("train.precision", draft.fields["train.precision"], "torch_dtype")
+    if not known:
+        said = "" if draft.has("torch_dtype") else "torch_dtype (the default there)"
+        draft.put("train.precision", draft.fields["train.precision"], "torch_dtype", said=said)
     if fp8:
         draft.put("train.precision", "fp8", "fp8_format")
     recipe = draft.value("fp8_recipe", "text", "tensorwise")
@@ -249,7 +258,7 @@ def _rows(draft: Draft) -> None:
         )
     packed = draft.value("packing", "truth", False)
     said = "" if packed or draft.has("packing") else "rows are padded to the longest of a batch there"
-    draft.put("data.packing", "pack" if packed else "buckets", "packing", said=said)
+    draft.put("data.packing", "pack" if packed else unpacked(draft), "packing", said=said)
     long = draft.value("truncation_strategy", "text", "delete")
     if long in _LONG:
         draft.put("data.too_long", _LONG[long], "truncation_strategy")
@@ -264,6 +273,23 @@ def _rows(draft: Draft) -> None:
     if draft.has("strict"):
         draft.put("data.bad_rows", "refuse" if draft.value("strict", "truth") else "skip", "strict")
     template(draft, "template")
+
+
+def _longest(draft: Draft) -> None:
+    """Rows may be as long as the model's sequences, where nothing is said."""
+    if draft.has("max_length"):
+        return
+    tokens = draft.longest(str(draft.fields.get("model.init_from", "")))
+    if tokens is not None:
+        draft.put("train.seq_len", tokens, said="max_length: the model's (the default there)")
+        return
+    draft.find(
+        "length",
+        "warning",
+        "max_length is not given: there it is the model's own",
+        "The model is not here, so its longest sequence is not known.",
+        "Set train.seq_len.",
+    )
 
 
 def _batch(draft: Draft) -> None:
@@ -312,6 +338,7 @@ MS_SWIFT = System(
     rules=(
         (_keys("command", "rlhf_type", "loss_type", "beta"), _task),
         (_ADAPTERS.names, lambda draft: adapters(draft, _ADAPTERS)),
+        (_keys("max_length"), _longest),
         (_keys("dataset", "val_dataset", "split_dataset_ratio"), _data),
         (
             _keys("loss_scale", "packing", "truncation_strategy", "strict", "template", "group_by_length"),

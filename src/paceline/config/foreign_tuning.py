@@ -221,6 +221,14 @@ def sources(draft: Draft, ours: str, paths: Sequence[str], *names: str) -> None:
     )
 
 
+def unpacked(draft: Draft) -> str:
+    """`data.packing` where rows are padded to the longest of a batch there: `buckets` does so, but blends no sources by
+    weights; `none` does."""
+    found = draft.fields.get("data.train")
+    weighted = isinstance(found, list) and any(not isinstance(one, str) for one in found)
+    return "none" if weighted else "buckets"
+
+
 def row_count(draft: Draft) -> int | None:
     """Rows of `data.train`; None where they cannot be counted."""
     found = draft.fields.get("data.train")
