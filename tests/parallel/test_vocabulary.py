@@ -13,9 +13,10 @@ from distributed import run
 from paceline.config.parallel import ParallelConfig
 from paceline.costs.placement import share
 from paceline.kernels.cross_entropy import IGNORE_INDEX, ChunkedHeadLoss, HeadLoss, PlainHeadLoss
+from paceline.kernels.log_probs import LabelLogProbs, reference_log_probs
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.regions import sum_replicated
-from paceline.parallel.vocabulary import Rows, gather_logits, look_up, vocabulary_head_loss
+from paceline.parallel.vocabulary import Rows, gather_logits, look_up, vocabulary_head_loss, vocabulary_log_probs
 
 N, C = 20, 6
 
@@ -176,3 +177,29 @@ def _ends(rank: int, size: int, vocab: int) -> None:
 @pytest.mark.parametrize(("size", "vocab"), [(2, 67), (4, 67), (4, 64)])
 def test_look_up_and_logits(size: int, vocab: int) -> None:
     run(_ends, size, vocab)
+
+
+def _log_probs(rank: int, size: int, vocab: int, softcap: float) -> list[float]:
+    """Relative errors of this rank's log-probabilities and both gradients; float64."""
+    rows, (hidden, weight, labels) = _rows(rank, size, vocab), _inputs(vocab, torch.float64)
+    seed = torch.randn(N, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def run_form(form: Any, part: Tensor) -> list[Tensor]:
+        inputs = hidden.detach().requires_grad_(), part.detach().requires_grad_()
+        found, count = form(*inputs, labels, logit_softcap=softcap)
+        assert int(count) == int((labels != IGNORE_INDEX).sum())
+        return [found.detach(), *torch.autograd.grad(found, inputs, seed)]
+
+    expected = run_form(reference_log_probs, weight)
+    own = slice(rows.start, rows.stop)
+    found = run_form(vocabulary_log_probs(LabelLogProbs(chunk_tokens=7), rows), weight[own])
+    found[1] = sum_replicated(found[1], rows.axis, "sum")
+    pairs = zip(found, (expected[0], expected[1], expected[2][own]), strict=True)
+    return [float((ours - plain).abs().max() / plain.abs().max()) for ours, plain in pairs]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_log_probabilities_over_ranks(softcap: float) -> None:
+    for size in (2, 4):
+        for errors in run(_log_probs, size, 67, softcap):
+            assert max(errors) < 1e-12, errors

@@ -21,6 +21,7 @@ from paceline.data.batch import Batch
 from paceline.models.init import WeightInit
 from paceline.parallel.collectives import all_reduce
 from paceline.runtime.process import ProcessInfo
+from paceline.tasks.dpo import Dpo
 from paceline.training.reference import FrozenCopy
 from paceline.training.setup import build_parts
 from tests.parity.layouts import EXACT, MODELS, SHAPE, Layout, error, layout
@@ -164,6 +165,19 @@ def test_what_is_compared_is_not_nothing(one_process: dict[tuple[str, bool], Log
     # with the same weights every reward of the first step would be 0
     assert abs(reference.means["reward_chosen"][0]) > 0.01
     assert all(0 < value < 1 for value in one_process["reward", False].means["reward_accuracy"])
+
+
+def _counted_by_each_part(rank: int, world_size: int, job: Job) -> Log:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dpo, "whole", False)
+        return _run(rank, world_size, "dpo", job)
+
+
+def test_pairs_that_each_part_of_a_row_counts_are_noticed(one_process: dict[tuple[str, bool], Log]) -> None:
+    found = on_ranks(_counted_by_each_part, 2, job_of("dpo", layout(2, "cp=2"), micro=2))[0]
+    errors = worst(found, one_process["dpo", False])
+    # the loss itself is a quotient of two sums that are both too large
+    assert 0.49 < errors["norm"] < 0.51, errors
 
 
 def worst(found: Log, expected: Log) -> dict[str, float]:
