@@ -78,8 +78,8 @@ class Result:
     """Standard deviation of repeats, relative."""
     repeated: bool
     """Whether it is known from repeats of the base and of what was best before them."""
-    others: tuple[Trial, ...]
-    """Tried, and no rung: no better, or failed."""
+    others: tuple[tuple[Trial, tuple[Change, ...]], ...]
+    """Tried, and no rung: no better, or failed; with what differs from the best before it."""
     culprits: tuple[Item, ...]
     trials: tuple[Trial, ...]
 
@@ -118,7 +118,11 @@ def result_of(search: Search) -> Result | None:
         gain=None if base is None or best is base else _gain(search, base, best),
         noise=deviation(search.trials, search.goal),
         repeated=repeated,
-        others=tuple(trial for trial in search.trials if key_of(trial.changes) not in steps),
+        others=tuple(
+            (trial, tuple(_changes(search, _best_before(rungs, trial), trial.changes).values()))
+            for trial in search.trials
+            if key_of(trial.changes) not in steps
+        ),
         culprits=search.suspects.culprits(),
         trials=tuple(search.trials),
     )
@@ -131,6 +135,11 @@ def _gain(search: Search, base: Trial, best: Trial) -> Gain:
         least=least_gain(search.trials, search.goal, before, after),
         repeats=(before, after),
     )
+
+
+def _best_before(rungs: Sequence[Trial], trial: Trial) -> Changes:
+    earlier = [rung.changes for rung in rungs if rung.number < trial.number]
+    return earlier[-1] if earlier else {}
 
 
 def _repeats(search: Search, of: Trial) -> int:

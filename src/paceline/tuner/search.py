@@ -125,7 +125,27 @@ class Search:
 
     @cached_property
     def rungs(self) -> list[Trial]:
-        """Trials that each beat the one before, in the order of trying. The first is the base, if it ran."""
+        """Trials that each beat the one before, in the order of trying. The first is the base, if it ran.
+
+        In the place of the last stands the plainest that is as good, within noise: a change that was tried along and
+        brought nothing is left out again.
+        """
+        found = self._climbed()
+        if len(found) < 2:
+            return found
+        noise = deviation(self.trials, self.goal)
+        alike = [
+            trial
+            for trial in self.trials
+            if trial.is_good
+            and self.goal.admits(trial, self.base)
+            and self.value_of(trial) <= (1 + noise) * self.value_of(found[-1])
+            and self.value_of(found[-2]) / self.value_of(trial) - 1 > least_gain(self.trials, self.goal)
+        ]
+        plainest = min(alike, key=lambda one: (len(one.changes), self.value_of(one)), default=found[-1])
+        return [*found[:-1], plainest if len(plainest.changes) < len(found[-1].changes) else found[-1]]
+
+    def _climbed(self) -> list[Trial]:
         found: list[Trial] = []
         for trial in self.trials:
             if not trial.is_good:
@@ -158,7 +178,7 @@ class Search:
             known = self.space.machine.hardware is not None
             return Proposal(
                 point=point,
-                why="the recipe as it is",
+                why="measured first",
                 expected=seconds if known else None,
                 expected_bytes=point.estimate.memory_bytes if known else None,
                 improvement=math.inf,

@@ -116,10 +116,10 @@ def _change_text(change: Change) -> str:
 
 def _others_table(result: Result) -> Table:
     rows = [
-        (str(trial.number), settings_text(trial.changes) or "the recipe as it is, again", told(trial))
-        for trial in result.others
+        (str(trial.number), "; ".join(map(_change_text, changes)) or "the recipe as it is", told(trial))
+        for trial, changes in result.others
     ]
-    return table((">trial", "settings", "what came of it"), rows, title="Tried, and did not help")
+    return table((">trial", "change from the best before it", "what came of it"), rows, title="Tried, and did not help")
 
 
 # ---- findings
@@ -183,12 +183,14 @@ def _noise(result: Result) -> Iterator[Finding]:
 
 def _failures(result: Result) -> Iterator[Finding]:
     for key, value in result.culprits:
-        trial = next(one for one in result.trials if one.outcome not in ("measured", "memory") and key in one.changes)
+        failed = [one for one in result.trials if one.outcome not in ("measured", "memory")]
+        blamed = [one for one in failed if one.changes.get(key) == value]
+        trial = min(blamed, key=lambda one: len(one.changes))
         yield Finding(
             id="tune.fails-here",
             severity="warning",
             subject=f"{key} = {value_text(value)} does not work here",
-            evidence=f"Trial {trial.number}: {told(trial)}. Its other changes run in other trials.",
+            evidence=f"Trial {trial.number}: {told(trial)}. By elimination: other trials clear its other changes.",
             next_step=f"Leave it at {value_text(_before(result, key))}.",
         )
 

@@ -21,7 +21,7 @@ from paceline.tuner.neutrality import loss_apart
 from paceline.tuner.objective import Goal
 from paceline.tuner.processes import Runner
 from paceline.tuner.search import Proposal, Search
-from paceline.tuner.space import Point, Space, key_of
+from paceline.tuner.space import Point, Space, key_of, value_at
 from paceline.tuner.trial import Ended, Trial
 
 REPEATS = 2
@@ -37,6 +37,8 @@ _GRACE = 10.0
 """Seconds that a trial may go on after the time of its call."""
 _HOPELESS = 0.01
 """Probability of fitting below which the recipe itself is not tried."""
+
+_NOTHING = object()
 
 Stopped = Literal["done", "budget", "pause", "trials"]
 SAID = {
@@ -124,7 +126,7 @@ class Tuning:
     def _try(self, wanted: _Next) -> bool:
         """False where this call's time was over before the trial was: it counts for nothing then."""
         number = len(self.trials) + self.journal.lost
-        self.tell(f"trial {number}: {_shown(wanted.point)}; {wanted.why}")
+        self.tell(f"trial {number}: {self._shown(wanted.point)}; {wanted.why}")
         if not self.trials and (hopeless := self._hopeless(wanted.point)):
             self.journal.append(self._judged(number, wanted, Ended(seconds=0.0, failure="memory", reason=hopeless)))
             self.tell(f"trial {number}: {told(self.trials[-1])}")
@@ -140,6 +142,16 @@ class Tuning:
         self.journal.append(trial)
         self.tell(f"trial {number}: {told(trial)}")
         return True
+
+    def _shown(self, point: Point) -> str:
+        """What differs from the best so far."""
+        best = self.search().incumbent
+        before = {} if best is None else best.changes
+        back = {key: value_at(self.space.base, key) for key in before if key not in point.changes}
+        new = {key: value for key, value in point.changes.items() if before.get(key, _NOTHING) != value}
+        if not point.changes:
+            return "the recipe as it is"
+        return ("best so far, and " if before else "") + (settings_text({**new, **back}) or "nothing else")
 
     def _hopeless(self, base: Point) -> str:
         """Why the recipe itself is not even started; empty where it may fit."""
@@ -208,7 +220,7 @@ class Tuning:
     def _again(self, trial: Trial) -> _Next:
         point = self.space.point(trial.changes)
         assert point is not None
-        which = "the best so far" if trial.changes else "the recipe as it is"
+        which = "the best so far" if trial.changes else "this one"
         return _Next(
             point=point,
             why=f"{which} once more, to know how much repeats differ",
@@ -247,10 +259,6 @@ def _of_proposal(proposal: Proposal) -> _Next:
     return _Next(
         point=proposal.point, why=proposal.why, expected=proposal.expected, expected_bytes=proposal.expected_bytes
     )
-
-
-def _shown(point: Point) -> str:
-    return settings_text(point.changes) or "as it is"
 
 
 def settings_text(changes: object) -> str:
