@@ -78,7 +78,7 @@ _RUN = (
     "observe.sample_prompts=[]",
     "optim.warmup_steps=2",
 )
-_FP8 = ("train.precision=fp8", "train.fp8_cast_kernel=triton")
+_FP8 = ("train.precision=fp8", "train.fp8_cast_kernel=triton", "train.fp8_head=true")
 _ADAPTERS = ("lora.rank=16", "lora.alpha=32", "parallel.fused_weight_gradients=false")
 _EXPERTS = (
     "parallel.compile=true",
@@ -189,18 +189,21 @@ def lora_jobs(*, one_gpu: bool) -> list[Job]:
 
 def full_jobs(*, one_gpu: bool) -> list[Job]:
     work = works(one_gpu=one_gpu)["full"]
-    return [
-        work.ours("bf16", "bf16, selective recomputation", _RECOMPUTE["selective"]),
+    selective, alone = _RECOMPUTE["selective"], "train.fp8_weights_only=true"
+    listed = [
+        work.ours("bf16", "bf16, ZeRO-1, selective recomputation", selective),
         work.baseline("full"),
-        work.ours("fp8", "fp8, selective recomputation", _RECOMPUTE["selective"], precision="fp8"),
+        work.ours("fp8", "fp8, ZeRO-1, selective recomputation", selective, alone, precision="fp8"),
         work.baseline("none"),
-        work.ours("bf16_none", "bf16, nothing recomputed", _RECOMPUTE["none"]),
-        # ZeRO-3 holds as little as their FSDP2 does
-        work.ours(
-            "bf16_zero3", "bf16, ZeRO-3, selective recomputation", _RECOMPUTE["selective"], "parallel.zero=3",
-            "parallel.accumulate_dtype=fp32", "parallel.fused_weight_gradients=false",
-        ),
-    ]  # fmt: skip
+    ]
+    if not one_gpu:
+        # weights cut over both GPUs: what is nearest to the memory of their FSDP2
+        tensor = ("parallel.tp=2", selective)
+        listed += [
+            work.ours("bf16_tensor", "bf16, tp 2, selective recomputation", *tensor),
+            work.ours("fp8_tensor", "fp8, tp 2, selective recomputation", *tensor, alone, precision="fp8"),
+        ]
+    return [*listed, work.ours("bf16_none", "bf16, ZeRO-1, nothing recomputed", _RECOMPUTE["none"])]
 
 
 def moe_jobs(*, one_gpu: bool) -> list[Job]:

@@ -67,8 +67,8 @@ def test_every_job_may_run_and_both_sides_do_the_same(one_gpu: bool) -> None:
             same = ("seq_len", "micro_batch_size", "global_batch_size")
             assert [getattr(config.train, name) for name in same] == [getattr(first.train, name) for name in same]
             assert config.lora.model_copy(update={"base": "bf16"}) == first.lora
-            accumulated = config.train.global_batch_size // (config.train.micro_batch_size * job.processes)
-            assert accumulated == post_training_jobs.ACCUMULATION
+            sequences = config.train.global_batch_size // job.processes
+            assert sequences == post_training_jobs.ACCUMULATION * config.train.micro_batch_size
     named = {(work, job.precision) for work, entries in works.items() for job in entries if job.kind == "train"}
     assert named >= {key for key in post_training_report.TARGETS if not (one_gpu and key[0] == "lora_2")}
 
