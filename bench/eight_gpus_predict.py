@@ -100,8 +100,10 @@ def record_of(folder: Path, gpus: int) -> dict[str, Any]:
     if not found.are_tiny or not found.entries:
         step = f"Make it: bench/eight_gpus.sh all --tiny --gpus {gpus} --results {folder} --work {folder}"
         raise DamagedFileError(found.path, "no results of --tiny", step)
-    shown = {}
+    shown, known = {}, {job.key for job in all_jobs(gpus)}
     for key, entry in found.entries.items():
+        if key not in known:
+            continue  # of a bench that was another then
         made = figures(entry)
         shown[key] = {
             "processes": entry["processes"],
