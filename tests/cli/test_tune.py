@@ -58,6 +58,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_real_trials_a_failing_one_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +87,7 @@ def test_real_trials_a_failing_one_among_them(
     assert code == 0 and json.loads(stdout)["trials"] == data["trials"] and "2 trials of" in stderr
 
 
+@pytest.mark.slow
 def test_a_gain_on_two_ranks_is_told_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_gain_on_two_ranks_is_told_and_written(
     assert load_recipe(tmp_path / "best.toml").config.train.micro_batch_size == 32
 
 
+@pytest.mark.slow
 def test_a_call_that_is_ended_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
     """SIGTERM in the second trial: no process stays, the first one is kept, the next call begins with the second."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
