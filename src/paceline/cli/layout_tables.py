@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import TypeVar
 
 from paceline.config.run import RunConfig
-from paceline.costs.grid import EXPERT_AXES, RankGrid, stride_of
 from paceline.costs.adapters import count_adapters
+from paceline.costs.grid import EXPERT_AXES, RankGrid, stride_of
 from paceline.costs.layers import count_parameters
 from paceline.costs.memory import MemoryEstimate
 from paceline.costs.parameters import Holdings, part_shapes, shapes_numel

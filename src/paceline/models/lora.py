@@ -73,7 +73,8 @@ class LoraLinear(nn.Linear):
 
 
 def attach_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Freezes the parameters of a plain model (but `LoraConfig.learns`), and puts adapters beside the linears that ``config`` targets.
+    """Freezes the parameters of a plain model (but `LoraConfig.learns`), and puts adapters beside the linears that
+    ``config`` targets.
 
     On the meta device or with weights; adapters are in the dtype and on the device of their linear, without values
     (`models/init.py` fills them).
