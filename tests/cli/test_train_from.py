@@ -129,9 +129,12 @@ def test_a_script_and_the_same_words_in_quotes(folder: Path, command: Command) -
 
 
 def test_a_model_that_is_not_here_is_told(folder: Path, command: Command) -> None:
-    code, out, err = command("--from", "ms-swift", "swift sft --model Qwen/Qwen3-8B --max_steps 3")
+    code, out, err = command(
+        "--from", "ms-swift", "swift sft --model Qwen/Qwen3-8B --max_steps 3 --dataset AI-ModelScope/alpaca"
+    )
     assert code == 0 and 'init_from = "Qwen/Qwen3-8B"' in out
     assert "hf download Qwen/Qwen3-8B --local-dir Qwen/Qwen3-8B" in err
+    assert "data.train names what is not here: AI-ModelScope/alpaca" in err
 
 
 @pytest.mark.parametrize(

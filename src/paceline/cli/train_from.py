@@ -67,7 +67,7 @@ def print_recipe_of(name: str, source: str, overrides: Sequence[str], processes:
     for override in overrides:
         tables = merge(tables, parse_override(override))
     own = _own_findings(tables, processes or read.processes)
-    findings = worst_first([*translation.findings, *_model_findings(tables), *own])
+    findings = worst_first([*translation.findings, *_model_findings(tables), *_data_findings(tables), *own])
     typer.echo(recipe_text(translation, tables, source))
     print_findings(make_console(stderr=True), findings)
     return exit_code(findings)
@@ -152,6 +152,27 @@ def _model_findings(tables: Mapping[str, Any]) -> list[Finding]:
             next_step=f"Download it there first: hf download {name} --local-dir {name}",
         )
     ]
+
+
+def _data_findings(tables: Mapping[str, Any]) -> list[Finding]:
+    """Names of a hub, and files that are elsewhere."""
+    findings = []
+    for key in ("train", "valid"):
+        found = tables.get("data", {}).get(key, "")
+        items = found if isinstance(found, list | tuple) else [found]
+        paths = [str(item["path"] if isinstance(item, Mapping) else item).partition("#")[0] for item in items]
+        absent = [path for path in dict.fromkeys(paths) if path and path != "synthetic" and not Path(path).exists()]
+        if absent:
+            findings.append(
+                Finding(
+                    id="config.from-data",
+                    severity="warning",
+                    subject=f"data.{key} names what is not here: {', '.join(absent)}",
+                    evidence="Rows are read from files; names of a hub are not looked up.",
+                    next_step="Download them, and name the files or their folder.",
+                )
+            )
+    return findings
 
 
 def _own_findings(tables: Mapping[str, Any], processes: int) -> list[Finding]:
