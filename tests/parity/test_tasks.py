@@ -32,6 +32,7 @@ ROWS, LENGTH, VOCAB = 8, 48, 67
 TASKS = {
     "dpo": ("task.kind=dpo", "task.beta=0.5", "task.label_smoothing=0.1"),
     "dpo free": ("task.kind=dpo", "task.dpo_loss=hinge", "task.reference=none", "task.beta=0.5"),
+    "dpo of adapters": ("task.kind=dpo", "task.beta=0.5", "lora.rank=2"),
     "ipo": ("task.kind=dpo", "task.dpo_loss=ipo", "task.beta=0.5"),
     "orpo": ("task.kind=orpo", "task.beta=0.5"),
     "kto": ("task.kind=kto", "task.beta=0.5", "task.undesirable_weight=1.5"),
@@ -53,6 +54,7 @@ ON_BOTH, TENSOR_AND_CONTEXT, EXPERTS = LAYOUTS[2], LAYOUTS[3], LAYOUTS[-1]
 ACROSS = {
     "dpo": LAYOUTS,
     "dpo free": (ON_BOTH,),
+    "dpo of adapters": (LAYOUTS[1], ON_BOTH),
     "ipo": (TENSOR_AND_CONTEXT,),
     "orpo": (*LAYOUTS[:2], ON_BOTH, TENSOR_AND_CONTEXT),
     "kto": (*LAYOUTS[:2], ON_BOTH, EXPERTS),
