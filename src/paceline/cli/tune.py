@@ -55,21 +55,23 @@ def tune(
         Path | None, typer.Option("--html", metavar="FILE", help="Also write one page that opens without a network.")
     ] = None,
 ) -> None:
-    """Make a recipe faster by short trials on this machine, and write the best one.
+    """Make a recipe faster by short trials on this machine; write the best one.
 
-    Measures the recipe as it is, then changes of settings that `plan` and `explain`
-    expect to help: kernels, compilation, recomputation, layout, micro-batch. Model,
-    data, batch, sequence length and the optimizer's mathematics stay as they are.
-    What alters numerics is tried with [bold]--allow precision[/bold] alone. No gain is told that
-    was not measured, or that is within noise.
+    Measures the recipe as it is, then changes of settings that `plan` and
+    `explain` expect to help: kernels, compilation, recomputation, layout,
+    micro-batch. Model, data, batch, sequence length and the optimizer's
+    mathematics stay as they are. What alters numerics is tried with
+    [bold]--allow precision[/bold] alone. No gain is told that was not measured, or that
+    is within noise.
 
       paceline tune recipes/llama3_8b.toml --nproc 2
-      paceline tune recipes/llama3_8b.toml --nproc 2 --allow precision --budget 40m
+      paceline tune recipes/llama3_8b.toml --nproc 2 --allow precision
       paceline tune recipes/llama3_1b.toml --objective memory
-      paceline tune recipes/tiny.toml --vary train.micro_batch_size=1,2,4 --vary parallel.compile=true,false
+      paceline tune recipes/tiny.toml --vary train.micro_batch_size=1,2,4
 
-    Each trial is written down as it ends: the same command goes on where it was cut off.
-    DIR gets best.toml, the trials with their logs, and a calibration for `plan`.
+    Each trial is written down as it ends: the same command goes on where it was
+    cut off. DIR gets best.toml, the trials with their logs, and a calibration
+    for `plan`.
     """
     from paceline.tuner.ask import make_ask
 
