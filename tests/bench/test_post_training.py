@@ -153,46 +153,49 @@ def test_documents_of_a_row_do_not_see_each_other_in_the_baseline() -> None:
     assert alone > 0
 
 
-def test_attention_over_documents_has_the_shapes_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel itself is CUDA's: a plain one takes its place, with grouped heads."""
-    documents = packed().documents
-    assert documents is not None
-    starts, longest = baseline.spans(documents)
+def plain_varlen(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, ends: Tensor, most: int, of_keys: int, **options: Any
+) -> Tensor:
+    """What the kernel of PyTorch, which is CUDA's, computes: causal attention of each span, grouped heads."""
+    assert begins is ends and most == of_keys == int((begins[1:] - begins[:-1]).max())
+    assert options.get("window_size") == (-1, 0) or options.get("is_causal")
+    pieces = []
+    for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+        q, k, v = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
+        found = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True
+        )
+        pieces.append(found[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def test_attention_over_documents_is_that_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Transformers' own model, whose kernel on a GPU a plain one stands for here."""
+    transformers = pytest.importorskip("transformers")
+    tiny = post_training_jobs.tiny(next(job for job in jobs_of("full") if job.kind == "baseline"))
+    shape, batch = baseline.config_of(transformers, config_of(tiny).model), packed()
+    assert batch.documents is not None and shape.num_attention_heads != shape.num_key_value_heads
+    starts, longest = baseline.spans(batch.documents)
     assert starts.tolist() == [0, 9, 23, 32, 52, 64] and starts.dtype == torch.int32 and longest == 20
+    attention = baseline.DocumentAttention.known_to(transformers)
+    calls: list[int] = []
 
-    def plain(
-        query: Tensor, key: Tensor, value: Tensor, begins: Tensor, ends: Tensor, most: int, of_keys: int, **options: Any
-    ) -> Tensor:
-        assert begins is ends and most == of_keys == 20
-        assert options.get("window_size") == (-1, 0) or options.get("is_causal")
-        pieces = []
-        for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
-            q, k, v = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
-            found = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True
-            )
-            pieces.append(found[0].transpose(0, 1))
-        return torch.cat(pieces)
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return plain_varlen(*arguments, **options)
 
-    attention = baseline.DocumentAttention()
-    monkeypatch.setattr(attention, "_attend", plain)
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(2, heads, 32, 16, generator=generator) for heads in (4, 2, 2))
-    attention.begin(documents)
-    out, weights = attention(torch.nn.Identity(), query, key, value, None, scaling=0.25)
-    same = documents[:, :, None] == documents[:, None, :]
-    mask = (same & torch.ones(32, 32, dtype=torch.bool).tril())[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=0.25, enable_gqa=True
-    )
-    torch.testing.assert_close(out, expected.transpose(1, 2))
-    assert weights is None
-    attention.begin(torch.zeros(2, 32, dtype=torch.int32))  # whole rows: SDPA
-    out, _ = attention(torch.nn.Identity(), query, key, value, None, scaling=0.25)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=0.25, enable_gqa=True
-    )
-    torch.testing.assert_close(out, expected.transpose(1, 2))
+    monkeypatch.setattr(attention, "_attend", counted)
+    losses = {}
+    for name in ("sdpa", baseline.VARLEN):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=name)
+        attention.begin(batch.documents)
+        losses[name] = baseline.loss_of(model.train(), batch, batch.num_tokens())
+    torch.testing.assert_close(losses["sdpa"], losses[baseline.VARLEN], rtol=1e-5, atol=1e-6)
+    assert len(calls) == shape.num_hidden_layers
+    attention.begin(torch.zeros_like(batch.documents))  # a row is one document: SDPA's own kernels
+    baseline.loss_of(model, Batch(tokens=batch.tokens, labels=batch.labels), batch.num_tokens())
+    assert len(calls) == shape.num_hidden_layers
 
 
 def test_adapters_without_peft_leave_all_else_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
