@@ -55,7 +55,7 @@ def test_one_process_of_a_larger_layout_asks_for_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("task.kind=dpo", "task.kind = 'dpo'"),
+        ("task.kind=ppo", "task.kind = 'ppo'"),
         ("train.seq_len=8192", "train.seq_len = 8192 is longer than model.max_seq_len = 4096"),
         ('parallel.recompute=["full"]', "lists 1 layer, the model has 4"),
     ],
@@ -71,7 +71,7 @@ def test_several_errors_are_told_together() -> None:
 
 
 def test_what_is_not_there_is_told_before_how_it_would_fit() -> None:
-    assert "task.kind" in refused(1, "task.kind=dpo", "parallel.tp=3").subject
+    assert "task.kind" in refused(1, "task.kind=ppo", "parallel.tp=3").subject
 
 
 def test_a_router_that_would_not_learn_is_told() -> None:

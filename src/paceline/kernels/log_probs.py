@@ -69,10 +69,10 @@ class LabelLogProbs:
     columns: Columns = AllColumns()
 
     def __call__(
-        self, hidden_NC: Tensor, weight_RC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
+        self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, *, logit_softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """[N], at least fp32, 0 where there is no label; and the number of labels."""
-        log_probs_N: Tensor = _LabelLogProbs.apply(hidden_NC, weight_RC, labels_N, self, logit_softcap)
+        """[N], at least fp32, 0 where there is no label; and the number of labels. Of the weight, the rows here."""
+        log_probs_N: Tensor = _LabelLogProbs.apply(hidden_NC, weight_VC, labels_N, self, logit_softcap)
         return log_probs_N, (labels_N != IGNORE_INDEX).sum()
 
     @property
