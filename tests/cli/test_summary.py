@@ -32,6 +32,10 @@ def test_plain_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not any(mark in "".join(lines) for mark in "│─╭") and not any(line.endswith("  ") for line in lines)
 
 
+def test_a_reward_model_is_not_asked_to_speak() -> None:
+    assert room.next_steps(replace(SUMMARY, is_score=True)) == "paceline convert 'runs/my demo' NEW-FOLDER --to hf"
+
+
 def test_framed_on_a_terminal_and_not_too_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(room, "make_console", lambda: Console(file=shown, force_terminal=True, width=200))

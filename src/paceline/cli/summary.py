@@ -63,7 +63,9 @@ def next_steps(summary: Summary) -> str:
             return "the same command starts from the beginning: there is no checkpoint"
         return f"the same command goes on from step {saved[-1][0]}"
     commands = []
-    if not summary.made_up_tokens:
+    if summary.is_score:
+        commands.append(f"paceline convert {shlex.quote(summary.run_dir)} NEW-FOLDER --to hf")
+    elif not summary.made_up_tokens:
         commands.append(f'paceline generate {shlex.quote(summary.run_dir)} --prompt "..."')
     curves = Path(summary.run_dir) / "tensorboard"
     if curves.is_dir():

@@ -351,6 +351,7 @@ class _Run:
             evaluation=evaluation,
             samples=samples,
             made_up_tokens=self.config.data.is_synthetic,
+            is_score=self.config.model.has_score,
             start_up=self.clock.phases,
         )
 

@@ -47,6 +47,8 @@ class Summary:
     """(prompt, continuation)"""
     made_up_tokens: bool = False
     """trained on synthetic data: it has no text to continue"""
+    is_score: bool = False
+    """a reward model, which does not speak"""
     start_up: Mapping[str, float] = field(default_factory=dict)
     """seconds of each phase of the last start, from the command to the end of its first step"""
     tokens_per_joule: float | None = None
@@ -181,6 +183,7 @@ def summarize(
     evaluation: Evaluation | None,
     samples: Sequence[tuple[str, str]] = (),
     made_up_tokens: bool = False,
+    is_score: bool = False,
     start_up: Mapping[str, float] | None = None,
 ) -> Summary:
     """Reads the run folder's own metrics, so that a resumed run is summed up whole.
@@ -209,6 +212,7 @@ def summarize(
         devices=devices,
         samples=tuple(samples),
         made_up_tokens=made_up_tokens,
+        is_score=is_score,
         start_up={phase: round(seconds, 3) for phase, seconds in (start_up or {}).items()},
         **speed,
     )
