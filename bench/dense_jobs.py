@@ -91,6 +91,12 @@ _DATASET = ("data.train=data/demo-train", "data.valid=", "checkpoint.save_last=f
 _TRAIN = (f"run.plugins=['{STEPS_PLUGIN}']", "observe.progress=lines", "observe.sample_prompts=[]")
 _8B, _1B = "recipes/llama3_8b.toml", "recipes/llama3_1b.toml"
 _FP8, _FLASH4 = "train.precision=fp8", "train.attention_kernel=flash4"
+_PIPELINE = (
+    "parallel.pp=2",
+    "parallel.pipeline_schedule=interleaved_1f1b",
+    "parallel.stages_per_rank=5",
+    "parallel.recompute=none",
+)
 _TRITON, _FP8_HEAD, _ALONE = "train.fp8_cast_kernel=triton", "train.fp8_head=true", "train.fp8_weights_only=true"
 
 
@@ -146,6 +152,14 @@ def tune_jobs() -> list[Job]:
         job("13b_none", "13b_bf16", top, "nothing recomputed", "parallel.recompute=none"),
         job("13b_none_flash4", "13b_bf16", top, "the same, FlashAttention-4", "parallel.recompute=none", _FLASH4),
         job("13b_fp8_flash4", "13b_fp8", low, "all in fp8, FlashAttention-4", _FLASH4),
+        job(
+            "13b_pipeline", "13b_bf16", top, "half of the layers on each GPU, interleaved; nothing recomputed",
+            *_PIPELINE,
+        ),
+        job(
+            "13b_pipeline_fp8", "13b_fp8", low, "the same in fp8, bf16 weights beside", *_PIPELINE,
+            "train.fp8_weights_only=false",
+        ),
         job(
             "13b_tensor_fp8", "13b_fp8", tensor, "tensor parallel, fused kernels, fp8",
             *FUSED_ON, "parallel.accumulate_dtype=bf16", _FP8, _TRITON, _FP8_HEAD,
@@ -317,5 +331,7 @@ def tiny(job: Job) -> Job:
         sets = (*sets, "train.steps=6", "optim.warmup_steps=2")
     if _TRITON in sets:
         sets = (*sets, "train.fp8_cast_kernel=torch")  # a CPU has no Triton
+    if "parallel.pp=2" in sets:
+        sets = (*sets, "parallel.pipeline_schedule=1f1b", "parallel.stages_per_rank=1")  # there are two layers
     steps = 1 if job.kind == "bench" else job.steps
     return replace(job, sets=sets, warm_up=1, steps=steps, gemm_seconds=0.05, estimate=30.0)

@@ -97,7 +97,7 @@ def tune(bench: Bench, job: Job, results: TuneResults, options: Namespace, secon
     command = [
         sys.executable, "-m", "paceline", "tune", job.recipe, f"--nproc={job.processes}", f"--budget={job.budget}",
         f"--out={work}", "--json", f"--trials={job.trials}", *(f"--set={item}" for item in job.sets),
-        *(f"--vary={item}" for item in job.vary), *(["--allow=precision"] if job.allow and not job.vary else []),
+        *(f"--vary={item}" for item in job.vary), *(f"--allow={word}" for word in job.allow if not job.vary),
     ]  # fmt: skip
     command += [f"--steps={job.steps}"] if job.vary else []
     command += [f"--pause-after={seconds:.0f}s"] if seconds < 86400 else []

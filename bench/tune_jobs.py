@@ -14,6 +14,8 @@ from typing import Any
 
 import jobs
 
+from paceline.config.load import load_recipe
+
 PARTS = ("ladder", "hand", "sweep")
 ROOT = Path(__file__).parents[1]
 NAIVE = "recipes/ladder/naive.toml"
@@ -27,8 +29,8 @@ _ONE_GPU = (f"model.num_layers={ONE_GPU_LAYERS}",)
 class Job(jobs.Job):
     """One tuning (`tune`), or one `paceline bench train`."""
 
-    allow: bool = False
-    """Precision."""
+    allow: tuple[str, ...] = ()
+    """What `tune` is allowed beside the rest."""
     budget: str = "20m"
     trials: int = 200
     vary: tuple[str, ...] = ()
@@ -40,17 +42,19 @@ class Job(jobs.Job):
 
 
 def tunings() -> list[Job]:
-    def job(name: str, title: str, *sets: str, allow: bool = False) -> Job:
+    def job(name: str, title: str, *sets: str, allow: tuple[str, ...] = ()) -> Job:
         return Job(
             part="ladder", name=name, title=title, recipe=NAIVE, processes=2, sets=sets, estimate=90.0, kind="tune",
-            allow=allow, group="batch6" if sets else "naive",
+            allow=allow, group="any" if "batch" in allow else "batch6" if sets else "naive",
         )  # fmt: skip
 
     return [
         job("naive", "the naive recipe, 2 sequences a step"),
-        job("naive_precision", "the same, --allow precision", allow=True),
+        job("naive_precision", "the same, --allow precision", allow=("precision",)),
+        job("naive_batch", "the naive recipe, --allow batch", allow=("batch",)),
+        job("naive_batch_precision", "the same, --allow batch --allow precision", allow=("batch", "precision")),
         job("batch6", "the naive recipe, 6 sequences a step", *BATCH_OF_6),
-        job("batch6_precision", "the same, --allow precision", *BATCH_OF_6, allow=True),
+        job("batch6_precision", "the same, --allow precision", *BATCH_OF_6, allow=("precision",)),
     ]
 
 
@@ -72,10 +76,20 @@ def hand_made() -> list[Job]:
         batch = BATCH_OF_6 if group == "batch6" else ()
         return Job(
             part="hand", name=f"{group}_{name}", title=title, recipe=NAIVE, processes=2, sets=(*batch, *_FAST, *sets),
-            estimate=60.0, warm_up=3, steps=8, group=group,
+            estimate=60.0, warm_up=3, steps=8, group=group, allow=("precision",) if name.startswith("fp8") else (),
         )  # fmt: skip
 
-    found = []
+    def rung(name: str, title: str, *sets: str, allow: tuple[str, ...] = ("batch", "precision")) -> Job:
+        return Job(
+            part="hand", name=f"any_{name}", title=title, recipe=f"recipes/ladder/{name}.toml", processes=2, sets=sets,
+            estimate=60.0, warm_up=3, steps=8, group="any", allow=allow,
+        )  # fmt: skip
+
+    found = [
+        rung("6_micro_batch", "rung 6, gradients reduced in fp32", "parallel.reduce_dtype=fp32", allow=("batch",)),
+        rung("7_gathered", "rung 7"),
+        rung("10_fp8_head", "rung 10"),
+    ]
     for group, sequences in (("naive", 2), ("batch6", 6)):
         micro = "train.micro_batch_size=" + ("2" if group == "naive" else "3")
         words = f"{sequences} sequences: "
@@ -145,7 +159,11 @@ def on_one_gpu(part: str) -> list[Job]:
         if part != "sweep":
             if job.name.endswith("_tensor"):
                 continue
-            batch = 3 if job.group == "batch6" else 1
+            batch = (
+                3
+                if job.group == "batch6"
+                else load_recipe(str(ROOT / job.recipe), []).config.train.global_batch_size // 2
+            )
             sets = [item for item in job.sets if not item.startswith("train.global_batch_size=")]
             job = replace(
                 job, processes=1, sets=(*sets, f"train.global_batch_size={batch}", *_ONE_GPU), estimate=45.0,

@@ -100,11 +100,11 @@ def _row(job: Job, found: dict[str, Any], hand: list[Job], entries: dict[str, An
     speed = None if base is None else base["tokens_per_second_per_gpu"]
     ratio = "-" if found["gain"] is None else f"{found['gain']:.2f}x"
     counted = "-" if one_gpu else f"{best / max(speed or 0.0, NAIVE_LEAST):.2f}x"
-    aim = "-" if one_gpu else f"{GOALS[job.allow]}x"
+    aim = "-" if one_gpu else f"{GOALS['precision' in job.allow]}x"
     rivals = [
         entries[one.key]["bench"]["tokens_per_second_per_gpu"]
         for one in hand
-        if one.group == job.group and ("fp8" not in one.name or job.allow) and "bench" in entries.get(one.key, {})
+        if one.group == job.group and set(one.allow) <= set(job.allow) and "bench" in entries.get(one.key, {})
     ]
     against = f"{best / max(rivals):.1%} (aim {OF_HAND:.0%})" if rivals else "not measured yet"
     noise = f"{found['noise']:.2%}" + ("" if found["repeated"] else ", not repeated")

@@ -83,6 +83,8 @@ def test_what_one_process_runs_stays_whole_and_what_needs_two_is_left_out() -> N
         "tune/13b_tensor_fused",
         "tune/13b_tensor_none",
         "tune/13b_tensor_fp8",
+        "tune/13b_pipeline",
+        "tune/13b_pipeline_fp8",
     }
     for key, job in jobs.items():
         if job.processes == 1:

@@ -46,14 +46,16 @@ def test_hand_made_recipes_do_the_work_of_the_tunings() -> None:
             (job.group, load_recipe(job.recipe, list(job.sets)).config.train.global_batch_size)
             for part in ("ladder", "hand")
             for job in jobs_of(part)
+            if job.group != "any"
         }
         assert len(batches) == 2, batches
     narrow = [
         job.name
         for job in tune_jobs.hand_made()
+        if "precision" not in job.allow
         if load_recipe(job.recipe, list(job.sets)).config.parallel.reduce_dtype == "bf16"
     ]
-    assert all("fp8" in name for name in narrow), "what is compared without precision has sums in fp32"
+    assert not narrow, "what is compared without precision has sums in fp32"
 
 
 def test_the_sweep_has_sixty_points_and_the_base_is_one_of_them() -> None:

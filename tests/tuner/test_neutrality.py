@@ -65,11 +65,12 @@ def test_dropout_draws_anew_in_another_layout() -> None:
 
 
 def test_nothing_that_changes_the_training_may_be_tuned() -> None:
-    """Model, data, batch, length, optimizer and seed are out of reach; of [optim] the kernel alone is not."""
+    """Model, data, length, optimizer and seed are out of reach; of [optim] the kernel alone is not."""
     for key in TUNABLE:
         assert key.split(".")[0] in ("train", "parallel", "optim"), key
     assert {key for key in TUNABLE if key.startswith("optim.")} == {"optim.fused_update"}
-    never = {"train.global_batch_size", "train.seq_len", "train.steps", "train.on_nonfinite", "train.max_skipped_steps"}
+    assert kind({"train.global_batch_size": 8}) == "batch"
+    never = {"train.seq_len", "train.steps", "train.on_nonfinite", "train.max_skipped_steps"}
     assert not never & TUNABLE
     assert {setting.key for setting in SWITCHES} | set(STRUCTURE) <= TUNABLE
 
@@ -87,7 +88,7 @@ def test_every_switch_has_a_class_and_what_narrows_is_of_the_last() -> None:
 
 NOT_TUNED = {
     "train": {
-        "steps", "global_batch_size", "seq_len", "eval_interval", "eval_steps", "max_skipped_steps", "on_nonfinite",
+        "steps", "seq_len", "eval_interval", "eval_steps", "max_skipped_steps", "on_nonfinite",
         "fp8_skip_layers", "fp8_skip_linears",
     },
     "parallel": {"dp_shard", "order"},

@@ -10,7 +10,7 @@ import pytest
 from paceline.config.asked import Asked
 from paceline.config.load import load_recipe, validate
 from paceline.config.refusals import refusals
-from paceline.tuner.neutrality import classes_up_to
+from paceline.tuner.neutrality import classes_up_to, classes_with
 from paceline.tuner.space import Space
 from tests.tuner.simulated import two_h200s
 
@@ -54,6 +54,24 @@ def test_every_neighbour_is_a_recipe_that_may_run(recipe: str, ranks: int) -> No
 def test_what_nothing_reads_is_no_change(wanted: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     point = space().point(wanted)
     assert point is not None and dict(point.changes) == changes
+
+
+def test_a_batch_grows_only_where_it_may() -> None:
+    found = space(allow="batch")
+    grown = [point for point in found.neighbours(found.origin) if "train.global_batch_size" in point.changes]
+    assert {point.batch_ratio for point in grown} == {2, 3, 4, 8}
+    assert {point.neutrality for point in grown} == {"batch"}
+    assert max(point.config.train.micro_batch_size for point in grown) == 16, (
+        "tp 2: all of eight times the two sequences"
+    )
+    for point in grown[::5]:
+        assert next(refusals(Asked.of(point.config, 2)), None) is None
+    kept = space(allow="precision")
+    assert all("train.global_batch_size" not in point.changes for point in kept.neighbours(kept.origin))
+    assert kept.point({"train.global_batch_size": 4, "train.micro_batch_size": 2}) is None
+    alone = Space(base=kept.base, machine=kept.machine, allowed=classes_with(["batch"]))
+    assert alone.point({"train.global_batch_size": 4, "train.precision": "fp8"}) is None
+    assert alone.point({"train.global_batch_size": 4, "train.micro_batch_size": 2}) is not None
 
 
 def test_what_is_not_allowed_is_no_point() -> None:

@@ -29,7 +29,11 @@ def tune(
     ] = 0.9,
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", help="precision: also changes that alter numerics (fp8, bf16 sums, ...)."),
+        typer.Option(
+            "--allow",
+            help="precision: also changes that alter numerics (fp8, bf16 sums, ...). batch: also more sequences a "
+            "step. May be repeated.",
+        ),
     ] = None,
     vary: Annotated[
         list[str] | None,
@@ -59,13 +63,13 @@ def tune(
 
     Measures the recipe as it is, then changes of settings that `plan` and
     `explain` expect to help: kernels, compilation, recomputation, layout,
-    micro-batch. Model, data, batch, sequence length and the optimizer's
-    mathematics stay as they are. What alters numerics is tried with
-    [bold]--allow precision[/bold] alone. No gain is told that was not measured, or that
+    micro-batch. Model, data, sequence length and the optimizer's mathematics
+    stay as they are. What alters numerics is tried with [bold]--allow precision[/bold]
+    alone, more sequences a step with [bold]--allow batch[/bold]. No gain is told that was not measured, or that
     is within noise.
 
       paceline tune recipes/llama3_8b.toml --nproc 2
-      paceline tune recipes/llama3_8b.toml --nproc 2 --allow precision
+      paceline tune recipes/llama3_8b.toml --nproc 2 --allow precision --allow batch
       paceline tune recipes/llama3_1b.toml --objective memory
       paceline tune recipes/tiny.toml --vary train.micro_batch_size=1,2,4
 

@@ -79,6 +79,6 @@ def _of_trial(space: Space, trial: Trial) -> Iterator[Advice]:
         promised = -math.log(1 - share)
         yield Advice(
             point=point,
-            log_seconds=math.log(trial.step_seconds) - promised,
+            log_seconds=math.log(trial.even_seconds) - promised,
             doubt=max(_LEAST_DOUBT, _DOUBT * promised),
         )

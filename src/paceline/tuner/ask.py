@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.planner.request import calibrated
 from paceline.runtime.launcher import process_info
 from paceline.tuner.machine import Machine, find_machine
-from paceline.tuner.neutrality import classes_up_to
+from paceline.tuner.neutrality import ALLOWABLE, Neutrality, classes_with
 from paceline.tuner.objective import Goal, Objective
 from paceline.tuner.settings import TUNABLE
 from paceline.tuner.space import Space
@@ -84,11 +84,17 @@ def make_ask(
         trials=trials,
     )
     goal = Goal(objective=_objective(objective), speed=speed)
-    precision = _allowed(allow)
+    allowed = _allowed(allow)
     recipe = load_recipe(source, overrides)
     base = recipe.config
     refuse_errors(check(base, recipe.registry, ranks))
     wanted = _varied(base, vary)
+    if "train.global_batch_size" in wanted and "batch" not in allowed:
+        raise ConfigError(
+            "--vary train.global_batch_size changes what a step learns from",
+            evidence="More sequences a step are fewer updates for as many tokens.",
+            next_step="Add --allow batch if that is meant.",
+        )
     for key in hold:
         _known(key, "--hold")
     if machine is None:
@@ -97,7 +103,7 @@ def make_ask(
     space = Space(
         base=base,
         machine=machine,
-        allowed=classes_up_to("precision" if precision else "chance"),
+        allowed=classes_with(allowed),
         vary=wanted,
         held=frozenset(hold),
     )
@@ -140,16 +146,16 @@ def _objective(text: str) -> Objective:
     return cast(Objective, text)
 
 
-def _allowed(words: Sequence[str]) -> bool:
-    """Whether changes that alter numerics may be tried."""
+def _allowed(words: Sequence[str]) -> frozenset[Neutrality]:
+    """What may be tried beside that which leaves training as it is."""
     for word in words:
-        if word != "precision":
+        if word not in ALLOWABLE:
             raise ConfigError(
                 f"--allow {word} is not known",
-                evidence="What does not alter numerics is allowed anyway; batch, model and optimizer never change.",
-                next_step="The one thing to allow is `precision`.",
+                evidence="What leaves training as it is is allowed anyway; model and optimizer never change.",
+                next_step=f"What can be allowed: {', '.join(ALLOWABLE)}.",
             )
-    return bool(words)
+    return frozenset(cast(Sequence[Neutrality], words))
 
 
 def _known(key: str, option: str) -> None:

@@ -76,7 +76,7 @@ REPEAT = 0.004
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """Of some points: natural logarithms of seconds or bytes."""
+    """Of some points: natural logarithms of seconds (for as many sequences as a step of the base has) or bytes."""
 
     mean: Array
     deviation: Array
@@ -133,7 +133,7 @@ class Belief:
         if self.of_memory:
             return math.log(point.estimate.memory_bytes + self.machine.process_bytes)
         gains = (setting_of(key, value).gain.get(value, 0.0) for key, value in point.changes.items())
-        return math.log(point.estimate.seconds) + sum(gains)
+        return math.log(point.estimate.seconds / point.batch_ratio) + sum(gains)
 
     def _matrix(self, points: Sequence[Point]) -> Array:
         found = [self._basis(point) for point in points]

@@ -150,7 +150,9 @@ def _rungs(search: Search, trials: Sequence[Trial]) -> list[Rung]:
     found = []
     for before, trial in pairwise(trials):
         value = search.value_of(before)
-        wanted = trial.expected if search.goal.objective == "tokens" else trial.expected_bytes
+        wanted = trial.expected_bytes
+        if search.goal.objective == "tokens":
+            wanted = None if trial.expected is None else trial.expected / trial.batch_ratio
         found.append(
             Rung(
                 trial=trial,

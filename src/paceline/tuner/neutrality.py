@@ -1,13 +1,14 @@
 """What does a change of settings do to the numbers of a run, and did a trial's numbers show it?
 
-Four classes, from harmless to not:
+Five classes, from harmless to not:
 
     bits       the same bits: work is done again, or at another time
     rounding   the same mathematics in another order, or rounded less often
     chance     the same mathematics, other numbers dropped out: equal in expectation alone
     precision  fewer bits somewhere: products, sums or what travels. Only with `--allow precision`
+    batch      more sequences a step, and so other updates, fewer for as many tokens. Only with `--allow batch`
 
-Batch, sequence length, model, data and the optimizer's mathematics are never changed, so there is no class for that.
+Sequence length, model, data and the optimizer's mathematics are never changed, so there is no class for that.
 docs/numerics.md says what each setting does; tests/tuner/test_neutrality.py holds that every setting that may change
 has a class.
 """
@@ -21,7 +22,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from paceline.config.load import differences
 from paceline.config.run import RunConfig
 
-Neutrality = Literal["bits", "rounding", "chance", "precision"]
+Neutrality = Literal["bits", "rounding", "chance", "precision", "batch"]
 CLASSES: tuple[Neutrality, ...] = get_args(Neutrality)
 """The most harmless first."""
 
@@ -30,6 +31,7 @@ SAID: Mapping[Neutrality, str] = {
     "rounding": "rounding only",
     "chance": "another draw of dropout",
     "precision": "alters numerics",
+    "batch": "other updates",
 }
 
 Logged: TypeAlias = Sequence[Mapping[str, float | None]]
@@ -66,6 +68,15 @@ def classes_up_to(kind: Neutrality) -> frozenset[Neutrality]:
     return frozenset(CLASSES[: CLASSES.index(kind) + 1])
 
 
+ALLOWABLE: tuple[Neutrality, ...] = ("precision", "batch")
+"""What is changed only where it is allowed, each on its own."""
+
+
+def classes_with(allowed: Iterable[Neutrality]) -> frozenset[Neutrality]:
+    """What a trial may do to numbers, where the user allows these of `ALLOWABLE`."""
+    return frozenset(CLASSES) - frozenset(ALLOWABLE) | frozenset(allowed)
+
+
 def worst(classes: Iterable[Neutrality]) -> Neutrality:
     return max(classes, key=CLASSES.index, default="bits")
 
@@ -92,6 +103,8 @@ def by_setting(
 
 
 def _class_of(key: str, before: Any, after: Any, base: RunConfig, config: RunConfig) -> Neutrality:
+    if key == "train.global_batch_size":
+        return "batch"
     if key in _SAME_BITS:
         return "bits"
     order = _FROM_EXACT.get(key)
@@ -126,11 +139,12 @@ def _router_rounds(config: RunConfig) -> bool:
 
 # ---- what the numbers of a trial show
 
-_LOSS: Mapping[Neutrality, float] = {"bits": 2e-3, "rounding": 2e-3, "chance": 0.03, "precision": 0.02}
-_NORM: Mapping[Neutrality, float] = {"bits": 0.03, "rounding": 0.03, "chance": 0.3, "precision": 0.2}
+_LOSS: Mapping[Neutrality, float] = {"bits": 2e-3, "rounding": 2e-3, "chance": 0.03, "precision": 0.02, "batch": 0.05}
+_NORM: Mapping[Neutrality, float] = {"bits": 0.03, "rounding": 0.03, "chance": 0.3, "precision": 0.2, "batch": 0.7}
 """Relative differences of loss and gradient norm in the first step that a class can have with bf16 products. bf16
 rounds to 2^-8 = 0.4 %; of a mean over thousands of tokens less than half is left. A gradient that is wrong by a factor
-moves the norm by more. fp8: gradients of made-up numbers move by up to 15 % (docs/numerics.md)."""
+moves the norm by more. fp8: gradients of made-up numbers move by up to 15 % (docs/numerics.md). Of other samples, and
+more of them, the loss of a model that has not learned is nearly the same; noise of the norm falls with their root."""
 _LATER = 3.0
 """Times that after some steps: Adam's updates are as large for small gradients as for large ones, so rounding grows."""
 _FP32 = 0.05

@@ -23,7 +23,7 @@ def deviation(trials: Sequence[Trial], goal: Goal) -> float:
     groups: dict[Key, list[float]] = {}
     for trial in trials:
         if trial.is_good:
-            groups.setdefault(key_of(trial.changes), []).append(trial.step_seconds)
+            groups.setdefault(key_of(trial.changes), []).append(trial.even_seconds)
     squares, freedom = 0.0, 0
     for values in groups.values():
         mean = sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""What is better? Fewer seconds a step; or fewer bytes, at a speed that is not given up."""
+"""What is better? Fewer seconds for as many sequences; or fewer bytes, at a speed that is not given up."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Goal:
 
     def value(self, trial: Trial) -> float:
         """Smaller is better."""
-        return trial.step_seconds if self.objective == "tokens" else trial.peak_bytes
+        return trial.even_seconds if self.objective == "tokens" else trial.peak_bytes
 
     def admits(self, trial: Trial, base: Trial | None) -> bool:
         """Whether it is fast enough to count."""
         if self.objective == "tokens" or base is None:
             return True
-        return trial.step_seconds <= base.step_seconds / self.speed
+        return trial.even_seconds <= base.even_seconds / self.speed
 
     @property
     def what(self) -> str:

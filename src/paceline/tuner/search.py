@@ -87,7 +87,7 @@ class Search:
                 continue
             if trial.ended.measured is not None:
                 own = math.hypot(noise, trial.ended.measured.spread)
-                times.append(Seen(point=point, log_value=math.log(trial.step_seconds), noise=own))
+                times.append(Seen(point=point, log_value=math.log(trial.even_seconds), noise=own))
                 sizes.append(Seen(point=point, log_value=math.log(trial.peak_bytes), noise=0.005))
             else:
                 short.append(point)
@@ -195,7 +195,7 @@ class Search:
         return Proposal(
             point=point,
             why=self._why(point),
-            expected=float(np.exp(guess.mean[0])),
+            expected=float(np.exp(guess.mean[0])) * point.batch_ratio,
             expected_bytes=float(np.exp(self.memory.guess([point]).mean[0])),
             improvement=float(worth[best]),
         )
@@ -237,7 +237,7 @@ class Search:
     def _fast_enough(self, times: Guess) -> Array:
         if self.goal.objective == "tokens" or self.base is None:
             return np.ones(len(times.mean))
-        limit = math.log(self.base.step_seconds / self.goal.speed)
+        limit = math.log(self.base.even_seconds / self.goal.speed)
         return normal_cdf((limit - times.mean) / times.deviation)
 
     def _pool(self) -> list[Point]:
@@ -317,7 +317,7 @@ class Search:
         if self.goal.objective == "memory":
             size = float(np.exp(self.memory.guess([point]).mean[0]))
             return f"expected to need {1 - size / self.value_of(last):.0%} less memory than the best so far"
-        ratio = last.step_seconds / seconds
+        ratio = last.even_seconds / seconds
         if ratio > 1:
             return f"expected to be {ratio:.2f} times as fast as the best so far, give or take {doubt:.0%}"
         return f"expected to be no faster than the best so far, but that is known to {doubt:.0%} only"

@@ -1,8 +1,9 @@
 """Which settings may a trial change, to which values? A table: what each is worth beyond what `plan` predicts, how sure
 that is, and how likely it is that a trial fails of it.
 
-Never in it: the model, the data, the batch, sequence length, and the optimizer's mathematics. `structure` settings
-(layout, micro-batch, recomputation) decide memory together and are tried in combination; the others one by one.
+Never in it: the model, the data, sequence length, and the optimizer's mathematics. `structure` settings (layout,
+micro-batch, batch where it may grow, recomputation) decide memory together and are tried in combination; the others one
+by one.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ STRUCTURE = (
     "parallel.pipeline_schedule",
     "parallel.stages_per_rank",
     "train.micro_batch_size",
+    "train.global_batch_size",
     "parallel.recompute",
 )
 """Of the layout and what a rank keeps; `tuner/space.py` combines them."""
@@ -160,7 +162,7 @@ def setting_of(key: str, value: Any) -> Setting:
         if setting.key == key and value in setting.values:
             return setting
     spread = _LAYOUT_SPREAD if key in STRUCTURE else _ADVISED_SPREAD
-    plain = key in ("train.micro_batch_size", "parallel.recompute", *ADVISED)
+    plain = key in ("train.micro_batch_size", "train.global_batch_size", "parallel.recompute", *ADVISED)
     return Setting(key=key, values=(value,), spread=spread, risk=0.01 if plain else 0.05)
 
 

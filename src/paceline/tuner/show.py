@@ -35,10 +35,10 @@ def _speed(space: Space, seconds: float) -> str:
     return units.rate(tokens_per_second(space, seconds), "tokens")
 
 
-def tokens_per_second(space: Space, step_seconds: float) -> float:
-    """A device."""
+def tokens_per_second(space: Space, even_seconds: float) -> float:
+    """A device. ``even_seconds``: for as many sequences as a step of the base has."""
     train = space.base.train
-    return train.global_batch_size * train.seq_len / step_seconds / space.machine.ranks
+    return train.global_batch_size * train.seq_len / even_seconds / space.machine.ranks
 
 
 def _value(result: Result, space: Space, value: float) -> str:
@@ -63,10 +63,11 @@ def _outcome_table(result: Result, space: Space) -> Table:
 
 
 def _told(result: Result, space: Space, trial: Trial) -> tuple[str, str]:
-    seconds = [one.step_seconds for one in result.trials if one.is_good and one.changes == trial.changes]
+    seconds = [one.step_seconds for one in _same(result, trial)]
     mean = sum(seconds) / len(seconds)
     runs = f", mean of {len(seconds)} trials" if len(seconds) > 1 else ", one trial"
-    return f"{_speed(space, mean)} a device", f"{units.duration(mean)} a step{runs}; {units.gib(trial.peak_bytes)}"
+    speed = _speed(space, mean / trial.batch_ratio)
+    return f"{speed} a device", f"{units.duration(mean)} a step{runs}; {units.gib(trial.peak_bytes)}"
 
 
 def _gain_text(result: Result) -> str:
@@ -93,7 +94,7 @@ def _ladder_table(result: Result, space: Space) -> Table:
             if place:
                 rows.append(("", what, numbers, "", "", "", ""))
                 continue
-            value = rung.trial.step_seconds if result.goal.objective == "tokens" else rung.trial.peak_bytes
+            value = rung.trial.even_seconds if result.goal.objective == "tokens" else rung.trial.peak_bytes
             expected = "-" if rung.expected is None else f"{rung.expected:.3g}x"
             rows.append(
                 (str(number), what, numbers, _value(result, space, value), expected, f"{rung.obtained:.3g}x",
@@ -220,7 +221,6 @@ def _of_best(result: Result) -> Iterator[Finding]:
 
 def as_dict(result: Result, space: Space, stopped: Stopped, found: Sequence[Finding], recipe: str) -> dict[str, Any]:
     """What `--json` prints."""
-    best = sum(one.step_seconds for one in _same(result, result.best)) / len(_same(result, result.best))
     return findings_dict(
         found,
         stopped=stopped,
@@ -233,7 +233,7 @@ def as_dict(result: Result, space: Space, stopped: Stopped, found: Sequence[Find
         noise=result.noise,
         repeated=result.repeated,
         base=None if result.base is None else _numbers(result, space, result.base),
-        best=_numbers(result, space, result.best) | {"tokens_per_second_per_gpu": tokens_per_second(space, best)},
+        best=_numbers(result, space, result.best),
         ladder=[_rung_data(rung) for rung in result.rungs],
         trials=[_trial_data(trial) for trial in result.trials],
         trial_seconds=result.seconds,
@@ -250,7 +250,7 @@ def _numbers(result: Result, space: Space, trial: Trial) -> dict[str, Any]:
     return {
         "step_seconds": mean,
         "step_seconds_of_trials": seconds,
-        "tokens_per_second_per_gpu": tokens_per_second(space, mean),
+        "tokens_per_second_per_gpu": tokens_per_second(space, mean / trial.batch_ratio),
         "peak_memory_gib": trial.peak_bytes / 2**30,
     }
 

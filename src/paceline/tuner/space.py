@@ -28,8 +28,17 @@ KEPT_DEGREES = 24
 """Layouts that the closed-form guess of the planner puts first; a trial takes a minute."""
 MOST_SEQUENCES = 32
 """Of a micro-batch."""
+TIMES = (1, 2, 3, 4, 8)
+"""The batch, where it may grow."""
 MOST_POINTS = 20_000
 """Of a product that the user named."""
+
+_LEAN: Changes = {
+    "parallel.accumulate_dtype": "bf16",
+    "parallel.fused_weight_gradients": True,
+    "optim.fused_update": True,
+}
+"""Together they let weights be kept whole where no one of them would: gradients in bf16, which the update reads so."""
 
 _DEGREES = frozenset({"parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp_replicate"})
 
@@ -44,6 +53,9 @@ class Point:
     config: RunConfig
     estimate: StepEstimate
     neutrality: Neutrality
+    """The worst of all changes."""
+    batch_ratio: float = 1.0
+    """Sequences of a step, over those of the base."""
 
     @property
     def key(self) -> Key:
@@ -166,15 +178,16 @@ class Space:
         try:
             if config.train.global_batch_size % (config.train.micro_batch_size * config.parallel.dp_degree(ranks)):
                 return None
-            kind = worst(by_setting(self.base, config, ranks, both).values())
-            if changes and kind not in self.allowed:
+            kinds = set(by_setting(self.base, config, ranks, both).values())
+            if not kinds <= self.allowed:
                 return None
             if next(refusals(replace(self._asked, config=config)), None) is not None:
                 return None
             estimate = predict(Workload.of(config), self.machine.cluster, self.machine.profile)
         except ConfigError:
             return None
-        return Point(changes=changes, config=config, estimate=estimate, neutrality=kind)
+        ratio = config.train.global_batch_size / self.base.train.global_batch_size
+        return Point(changes=changes, config=config, estimate=estimate, neutrality=worst(kinds), batch_ratio=ratio)
 
     # ---- around a point
 
@@ -222,13 +235,19 @@ class Space:
         return self._structures
 
     def _all_structures(self) -> Iterator[Changes]:
+        batch = self.base.train.global_batch_size
         for layout, share in self._layouts():
-            for size in divisors(share):
-                if size > MOST_SEQUENCES:
-                    continue
-                for mode in ("none", "selective", "full"):
-                    yield {**layout, "train.micro_batch_size": size, "parallel.recompute": mode}
-                yield {**layout, "train.micro_batch_size": size}  # the base's own, which may be a list by layer
+            for times in TIMES if "batch" in self.allowed else (1,):
+                sized = {**layout, "train.global_batch_size": batch * times}
+                for size in divisors(share * times):
+                    if size > MOST_SEQUENCES:
+                        continue
+                    for mode in ("none", "selective", "full"):
+                        yield {**sized, "train.micro_batch_size": size, "parallel.recompute": mode}
+                    yield {**sized, "train.micro_batch_size": size}  # the base's own, which may be a list by layer
+                    if layout["parallel.zero"] <= 1 and "precision" in self.allowed:
+                        for mode in ("none", "selective"):
+                            yield {**sized, "train.micro_batch_size": size, "parallel.recompute": mode, **_LEAN}
 
     def _layouts(self) -> Iterator[tuple[Changes, int]]:
         """Degrees and schedules, and the sequences of a step on a data-parallel rank. The base's own comes first."""

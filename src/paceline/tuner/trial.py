@@ -75,6 +75,8 @@ class Trial:
     ended: Ended
     rejected: str = ""
     """Why its numbers are not those of the base."""
+    batch_ratio: float = 1.0
+    """Sequences of a step, over those of the base."""
 
     @property
     def is_good(self) -> bool:
@@ -85,6 +87,11 @@ class Trial:
         """Raises AssertionError for one that did not run to its end."""
         assert self.ended.measured is not None
         return self.ended.measured.step_seconds
+
+    @property
+    def even_seconds(self) -> float:
+        """Seconds for as many sequences as a step of the base has: what trials are compared by."""
+        return self.step_seconds / self.batch_ratio
 
     @property
     def peak_bytes(self) -> float:
@@ -112,6 +119,7 @@ def trial_of(line: Mapping[str, Any]) -> Trial:
         expected=line["expected"],
         expected_bytes=line.get("expected_bytes"),
         rejected=line.get("rejected", ""),
+        batch_ratio=float(line.get("batch_ratio", 1.0)),
         ended=Ended(
             seconds=float(ended["seconds"]),
             measured=None if measured is None else measurement_of(measured),

@@ -173,6 +173,7 @@ class Tuning:
             expected_bytes=wanted.expected_bytes,
             ended=ended,
             rejected=rejected,
+            batch_ratio=wanted.point.batch_ratio,
         )
 
     def _apart(self, point: Point, ended: Ended) -> str:
