@@ -93,7 +93,8 @@ def generate(
 
     [bold]A chat model[/bold], asked once, or as a file says; with a LoRA adapter:
       paceline generate Qwen3-0.6B --chat --prompt "Who are you?"
-      paceline generate Qwen3-0.6B --messages questions.jsonl --adapter runs/my/adapter --json
+      paceline generate Qwen3-0.6B --messages questions.jsonl --json \\
+        --adapter runs/my/adapter
 
     [bold]An earlier checkpoint, and a prompt from a file[/bold]:
       paceline generate runs/demo/checkpoints/step_00000500 \\

@@ -67,7 +67,8 @@ def train(
     [bold]From LLaMA-Factory or ms-swift[/bold]: the recipe is printed, nothing runs.
 
       paceline train --from llamafactory x.yaml --nproc 8 > x.toml
-      paceline train --from ms-swift "swift sft --model Qwen3-8B --dataset my.jsonl"
+      paceline train --from ms-swift \\
+        "swift sft --model Qwen3-8B --dataset my.jsonl"
     """
     if print_schema:
         from paceline.config.load import json_schema
