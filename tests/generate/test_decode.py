@@ -66,9 +66,19 @@ def test_a_sequence_ends_at_the_stop_token_and_the_others_go_on():
 
 def test_length_is_bounded_by_the_model():
     model = small_model(max_seq_len=10)
-    assert len(list(generate_ids(model, PROMPTS, DecodeParams(max_tokens=99, sampling=GREEDY)))) == 3
+    found = columns(generate_ids(model, PROMPTS, DecodeParams(max_tokens=99, sampling=GREEDY)))
+    assert [len(tokens) for tokens in found] == [7, 9, 3]
     with pytest.raises(ConfigError, match="the prompt has 10 tokens, but the model's longest sequence is 10"):
         list(generate_ids(model, [[1] * 10], DecodeParams()))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_longest_prompt_of_a_batch_ends_alone(name):
+    model = small_model(**SHAPES[name])
+    longest = model.config.max_seq_len
+    prompts = [[5, 6], [1 + index % 7 for index in range(longest - 3)]]
+    found = columns(generate_ids(model, prompts, DecodeParams(max_tokens=12, sampling=GREEDY)))
+    assert found == [slowly(model, prompts[0], 12), slowly(model, prompts[1], 3)]
 
 
 def test_padding_rows_of_the_vocabulary_are_never_drawn():

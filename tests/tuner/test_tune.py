@@ -111,6 +111,44 @@ def test_a_half_written_line_is_told_and_not_counted(tmp_path: Path) -> None:
         assert [trial.number for trial in again.trials] == numbers and again.lost == 1
 
 
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (("ended", "measured"), None),
+        (("ended", "measured", "seconds_by_step"), []),
+        (("ended", "measured", "seconds_by_step"), [0.0]),
+        (("ended", "measured", "seconds_by_step"), [float("nan")]),
+        (("ended", "measured", "peak_bytes"), float("inf")),
+        (("changes",), {"foo.bar": 1}),
+        (("outcome",), "memory"),
+    ],
+)
+def test_a_line_that_cannot_be_true_is_lost(tmp_path: Path, at: tuple[str, ...], value: object) -> None:
+    run_ask(ask(tmp_path, trials=3), runner_of=simulated())
+    path = tmp_path / "trials.jsonl"
+    first, second, third = path.read_text().splitlines()
+    line = inner = json.loads(second)
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    path.write_text("\n".join([first, json.dumps(line), third]) + "\n")
+    told: list[str] = []
+    answer = run_ask(ask(tmp_path, trials=3), tell=told.append, runner_of=simulated())
+    assert any("1 lines of trials.jsonl cannot be read" in line for line in told)
+    assert answer.result.base is not None
+
+
+def test_a_base_whose_line_is_lost_is_measured_again(tmp_path: Path) -> None:
+    run_ask(ask(tmp_path, trials=3), runner_of=simulated(seed=2))
+    path = tmp_path / "trials.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(["{", *lines[1:]]) + "\n")
+    spent = run_ask(ask(tmp_path, trials=2), runner_of=simulated(seed=2))
+    assert spent.result.base is None and spent.findings[0].id == "tune.base-lost"
+    again = run_ask(ask(tmp_path, trials=6), runner_of=simulated(seed=2))
+    assert again.result.base is not None and not again.result.trials[2].changes
+
+
 def test_the_budget_is_of_all_calls_and_more_of_it_goes_on(tmp_path: Path) -> None:
     first = run_ask(ask(tmp_path, budget="6m"), runner_of=simulated(seed=2))
     assert first.stopped == "budget" and first.result.seconds <= 6 * 60
@@ -248,8 +286,9 @@ def test_two_calls_at_once(tmp_path: Path) -> None:
         ({"budget": "0m"}, "no time"),
         ({"pause_after": "soon"}, "--pause-after soon is no time"),
         ({"objective": "speed"}, "--objective speed is not known"),
-        ({"allow": ("batch",)}, "--allow batch is not known"),
-        ({"vary": ("train.global_batch_size=8,16",)}, "trials do not change that setting"),
+        ({"allow": ("speed",)}, "--allow speed is not known"),
+        ({"vary": ("train.global_batch_size=8,16",)}, "changes what a step learns from"),
+        ({"vary": ("parallel.tp=7",)}, "no recipe with 7 may run on 2 ranks"),
         ({"vary": ("train.micro_batchsize=1",)}, "there is no such setting"),
         ({"vary": ("train.micro_batch_size",)}, "not of the form"),
         ({"vary": ("train.micro_batch_size=big",)}, "micro_batch_size"),
@@ -283,6 +322,12 @@ def test_values_with_commas_are_one_value(tmp_path: Path) -> None:
         "parallel.recompute": ("none", ("full", "none")),
         "train.micro_batch_size": (1, 2),
     }
+
+
+def test_values_are_those_of_a_recipe(tmp_path: Path) -> None:
+    asked = ask(tmp_path, vary=("parallel.compile=no,yes", "train.micro_batch_size=2.0,'1'"))
+    assert asked.space.vary == {"parallel.compile": (False, True), "train.micro_batch_size": (2, 1)}
+    assert all(type(value) is int for value in asked.space.vary["train.micro_batch_size"])
 
 
 def test_held_settings_stay(tmp_path: Path) -> None:

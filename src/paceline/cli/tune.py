@@ -77,8 +77,13 @@ def tune(
     cut off. DIR gets best.toml, the trials with their logs, and a calibration
     for `plan`.
     """
+    from paceline.errors import ConfigError
     from paceline.tuner.ask import make_ask
 
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--html {html}: there is no folder {html.parent}", next_step="Make it, or give another path."
+        )
     ask = make_ask(
         recipe,
         overrides or (),

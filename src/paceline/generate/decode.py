@@ -73,8 +73,9 @@ def generate_ids(
     """
     _check_prompts(model, prompts)
     rows = _Rows.pad(prompts, device=next(model.parameters()).device)
-    max_new = min(params.max_tokens, model.config.max_seq_len - rows.longest)
-    cache = KVCache(len(prompts), rows.longest + max_new, core)
+    longest = model.config.max_seq_len
+    rooms = [min(params.max_tokens, longest - len(prompt)) for prompt in prompts]
+    cache = KVCache(len(prompts), rows.longest + max(rooms), core)
     numbers = range(len(prompts)) if numbers is None else numbers
     streams = [generator("cpu", params.seed, "generate", sequence=number) for number in numbers]
     alive = [True] * len(prompts)
@@ -85,7 +86,7 @@ def generate_ids(
         with cache.attached(model):
             logits_BV = _read_prompts(model, cache, rows)
             seen_BV = _seen(rows, logits_BV)
-            for step in range(max_new):
+            for step in range(max(rooms)):
                 if params.vocab_size is not None:
                     logits_BV[:, params.vocab_size :] = float("-inf")
                 uniform = [torch.rand((), generator=stream).item() for stream in streams]
@@ -94,9 +95,12 @@ def generate_ids(
                 found: list[int] = tokens_B.tolist()
                 alive = [was and token not in stops for was, token in zip(alive, found, strict=True)]
                 yield [token if is_alive else None for token, is_alive in zip(found, alive, strict=True)]
-                if not any(alive) or step == max_new - 1:
+                alive = [was and step + 1 < room for was, room in zip(alive, rooms, strict=True)]
+                if not any(alive):
                     return
-                logits_BV = _last(cache.forward(model, tokens_B[:, None], rows.positions_of(step), rows.one_more()))
+                # a row that is at its end goes along with the others, and nobody reads what it says
+                positions_B1 = rows.positions_of(step).clamp(max=longest - 1)
+                logits_BV = _last(cache.forward(model, tokens_B[:, None], positions_B1, rows.one_more()))
     finally:
         model.train(was_training)
 
@@ -118,11 +122,13 @@ def complete(
     """Completes prompts that are given as ids; ``prompts`` are what they are called."""
     grown: list[list[int]] = [[] for _ in ids]
     ended: set[int] = set()
+    rooms = [min(params.max_tokens, model.config.max_seq_len - len(prompt)) for prompt in ids]
     for batch in equal_length_batches(ids) if has_capacity(model) else [list(range(len(ids)))]:
         for tokens in generate_ids(model, [ids[index] for index in batch], params, numbers=batch):
             for index, token in zip(batch, tokens, strict=True):
                 if token is None:
-                    ended.add(index)
+                    if len(grown[index]) < rooms[index]:
+                        ended.add(index)
                 else:
                     grown[index].append(token)
     texts = ["".join(stream_text(tokenizer, prompt, new)) for prompt, new in zip(ids, grown, strict=True)]

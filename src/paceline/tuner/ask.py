@@ -20,7 +20,7 @@ from paceline.tuner.machine import Machine, find_machine
 from paceline.tuner.neutrality import ALLOWABLE, Neutrality, classes_with
 from paceline.tuner.objective import Goal, Objective
 from paceline.tuner.settings import TUNABLE
-from paceline.tuner.space import Space
+from paceline.tuner.space import Space, value_at
 from paceline.tuner.tune import Limits
 
 WARM_UP, STEPS = 3, 8
@@ -107,6 +107,7 @@ def make_ask(
         vary=wanted,
         held=frozenset(hold),
     )
+    _refuse_nothing(space)
     warm_up, measured = _steps(space, steps)
     return Ask(
         source=source,
@@ -197,8 +198,21 @@ def _value(base: RunConfig, key: str, text: str) -> Any:
     value = parse_override(f"{key}={text}")[section][name]
     tables = base.model_dump(mode="json")
     tables[section][name] = value
-    validate(tables)
-    return tuple(value) if isinstance(value, list) else value
+    return value_at(validate(tables), key)
+
+
+def _refuse_nothing(space: Space) -> None:
+    """What was named must leave something to try."""
+    for key, values in space.vary.items():
+        before = value_at(space.base, key)
+        others = [value for value in values if value != before]
+        alone = len(space.vary) == 1
+        if others and alone and all(space.point({key: value}) is None for value in others):
+            raise ConfigError(
+                f"--vary {key}: no recipe with {' or '.join(map(str, others))} may run on {space.machine.ranks} ranks",
+                evidence="It does not divide, another rule of recipes refuses it, or it alters what is not allowed to.",
+                next_step=f"`paceline train --dry-run --set {key}=...` says which rule.",
+            )
 
 
 def _steps(space: Space, asked: int) -> tuple[int, int]:

@@ -172,7 +172,8 @@ class Search:
 
     def propose(self) -> Proposal | None:
         """None where nothing is worth a trial any more."""
-        if not self.trials:
+        # also where its line in the journal was lost
+        if all(trial.changes for trial in self.trials):
             point = self.space.origin
             seconds = float(np.exp(self.time.guess([point]).mean[0]))
             known = self.space.machine.hardware is not None

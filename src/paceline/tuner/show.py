@@ -48,7 +48,8 @@ def _value(result: Result, space: Space, value: float) -> str:
 def _outcome_table(result: Result, space: Space) -> Table:
     rows = [("device", space.machine.text, "")]
     if result.base is None:
-        rows.append(("the recipe as it is", "does not fit", "so there is no gain to tell"))
+        why = "does not fit" if any(not trial.changes for trial in result.trials) else "its trial is lost"
+        rows.append(("the recipe as it is", why, "so there is no gain to tell"))
     else:
         rows.append(("the recipe as it is", *_told(result, space, result.base)))
     if result.best is not result.base:
@@ -138,7 +139,15 @@ def findings(result: Result, stopped: Stopped, recipe: str) -> list[Finding]:
 def _outcome(result: Result, stopped: Stopped, recipe: str) -> Iterator[Finding]:
     sets = " ".join(f"--set {shlex.quote(item)}" for item in settings_text(result.best.changes).split())
     over = STOPPED[stopped]
-    if result.base is None:
+    if result.base is None and all(trial.changes for trial in result.trials):
+        yield Finding(
+            id="tune.base-lost",
+            severity="warning",
+            subject="the line of the journal that told of the recipe as it is is lost, so no gain can be told",
+            evidence=f"{len(result.trials)} trials of other recipes are there. The best: {told(result.best)}.",
+            next_step="Give the same command more --budget or --trials: the recipe is measured again.",
+        )
+    elif result.base is None:
         yield Finding(
             id="tune.base-does-not-fit",
             severity="warning",

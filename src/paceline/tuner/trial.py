@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from paceline.tuner.failure import Failure
+from paceline.tuner.settings import TUNABLE
 
 Outcome = Literal["measured", "rejected", "memory", "refused", "timeout", "crash"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -111,6 +112,11 @@ def trial_of(line: Mapping[str, Any]) -> Trial:
     ended, measured = dict(line["ended"]), line["ended"].get("measured")
     if line["outcome"] not in OUTCOMES:
         raise ValueError(f"outcome {line['outcome']!r}")
+    if (measured is None) is (line["outcome"] in ("measured", "rejected")):
+        raise ValueError(f"outcome {line['outcome']!r} {'without' if measured is None else 'with'} figures")
+    for key in line["changes"]:
+        if key not in TUNABLE:
+            raise ValueError(f"changes {key!r}")
     return Trial(
         number=int(line["number"]),
         changes={key: _frozen(value) for key, value in line["changes"].items()},
@@ -131,8 +137,11 @@ def trial_of(line: Mapping[str, Any]) -> Trial:
 
 
 def measurement_of(line: Mapping[str, Any]) -> Measurement:
+    seconds, size = tuple(map(float, line["seconds_by_step"])), float(line["peak_bytes"])
+    if not seconds or not all(0 < value < math.inf for value in (*seconds, size)):
+        raise ValueError("a time or size is no positive number")
     return Measurement(
-        seconds_by_step=tuple(map(float, line["seconds_by_step"])),
+        seconds_by_step=seconds,
         peak_bytes=float(line["peak_bytes"]),
         logged=tuple(line["logged"]),
         devices=line["devices"],

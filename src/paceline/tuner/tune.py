@@ -190,7 +190,8 @@ class Tuning:
 
     def _reference(self) -> Trial | None:
         """Whose losses others are held to: the base's, or where that did not run, those of the first that did."""
-        good = [trial for trial in self.trials if trial.is_good]
+        # a folder may hold trials of a wider search, whose recipes this one does not make
+        good = [trial for trial in self.trials if trial.is_good and self.space.point(trial.changes) is not None]
         return next((trial for trial in good if not trial.changes), good[0] if good else None)
 
     def _refuse_broken_base(self) -> None:
