@@ -158,6 +158,19 @@ def test_split_cuts_by_example(tmp_path: Path) -> None:
     assert not train & valid
 
 
+def test_split_holds_out_examples_that_are_drawn_several_times(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat(f"{i:02}") for i in range(12)])
+    info = {"many": {"file_name": "rows.jsonl", "num_samples": 40}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    data = build(train=f"{tmp_path}/dataset_info.json#many", split="80,20,0", packing="none", samples=40)
+    assert data.valid is not None
+    train = [data.train[i].tokens.tobytes() for i in range(40)]
+    valid = [data.valid[i].tokens.tobytes() for i in range(len(data.valid))]
+    assert not set(train) & set(valid)
+    assert (len(set(train)), len(set(valid))) == (10, 2)
+    assert sum(report.documents for report in data.reports if report.split in ("train", "valid")) == 40
+
+
 def test_epochs_name_the_steps_that_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat(f"{i:03}") for i in range(50)])
     build(train=path, packing="none", epochs=2, samples=100)

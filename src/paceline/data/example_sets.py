@@ -105,9 +105,12 @@ class _Builder:
     def _part(self, members: NDArray[np.int64], part: int | None) -> NDArray[np.int64]:
         if part is None or not len(members):
             return members
-        order = np.random.default_rng((self.request.seed, 1)).permutation(members)
-        cut = split_ranges(self.config.split, len(members))[part]
-        return np.sort(order[cut.start : cut.stop])
+        # one that was drawn several times stays on its side with all its copies
+        distinct, copies = np.unique(members, return_counts=True)
+        order = np.random.default_rng((self.request.seed, 1)).permutation(len(distinct))
+        cut = split_ranges(self.config.split, len(distinct))[part]
+        mine = np.sort(order[cut.start : cut.stop])
+        return np.repeat(distinct[mine], copies[mine])
 
     def _rows(
         self, name: str, opened: OpenedRows, members: NDArray[np.int64], samples: int | None, weight: float
