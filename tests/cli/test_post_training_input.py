@@ -128,6 +128,31 @@ def test_the_input_without_a_fault_is_taken(command: Command, model: Path, tmp_p
     assert command("convert", model, "ours").code == 0
 
 
+@pytest.mark.parametrize(("rank", "template"), [(0, ""), (2, ""), (0, "zephyr"), (0, "mine.jinja")])
+def test_pairs_go_on_from_a_run_of_conversations(
+    rank: int, template: str, command: Command, model: Path, tmp_path: Path
+) -> None:
+    """Tokenizer and template are the run's, in all of its later steps: inspecting, DPO, answering."""
+    Path("mine.jinja").write_text(CHATML.replace("im_start", "mine"))
+    rows = write_rows(tmp_path / "rows.jsonl", GOOD, GOOD)
+    if rank:  # adapters of a run of ours
+        assert train(command, model, rows, run__dir="base").code == 0
+    first = {"data.template": template, "lora.rank": rank} if template or rank else {}
+    done = train(command, Path("base") if rank else model, rows, run__dir="sft", **first)
+    assert done.code == 0, done.text
+    Path("mine.jinja").unlink()
+    sign = {"": "<|im_start|>", "zephyr": "<|user|>", "mine.jinja": "<|mine|>"}[template]
+    looked = command("data", "inspect", rows, "--task", "sft", "--tokenizer", "sft")
+    assert looked.code == 0 and sign in looked.out, looked.text
+    pairs = write_rows(tmp_path / "pairs.jsonl", PAIR, PAIR)
+    done = train(command, Path("sft"), pairs, run__dir="dpo", task__kind="dpo", train__seq_len=96)
+    assert done.code == 0, done.text
+    looked = command("data", "inspect", pairs, "--task", "dpo", "--tokenizer", "dpo")
+    assert looked.code == 0 and sign in looked.out, looked.text
+    answer = command("generate", "dpo", "--chat", "--prompt", "Hi", "--max-tokens", "1", "--device", "cpu")
+    assert answer.code == 0, answer.text
+
+
 # ---- models
 
 

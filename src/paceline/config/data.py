@@ -45,11 +45,11 @@ class DataConfig(Section):
     split: str = ""
     """`"98,1,1"` cuts train, valid and test from `train` by document; empty = all of `train` is for training."""
     tokenizer: str = ""
-    """A tokenizer.json, a SentencePiece .model, or `byte`; empty = the one recorded beside the dataset, for rows the
-    one in the folder `model.init_from`."""
+    """A tokenizer.json, a SentencePiece .model, a run that used one, or `byte`; empty = the one recorded beside the
+    dataset, for rows the one in the folder `model.init_from`."""
     template: str = ""
     """How conversations become text: a name (chatml, llama3, mistral, gemma, zephyr, alpaca, vicuna, qwen) or the path
-    of a Jinja file; empty = the tokenizer's own chat template."""
+    of a Jinja file; empty = the tokenizer's own chat template, or the one that the run named there used."""
     mask: Literal["assistant", "last", "all"] = "assistant"
     """What of a conversation is learned: all answers of the assistant, the last one, or every token."""
     packing: Literal["pack", "none", "buckets"] = "pack"

@@ -23,6 +23,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from paceline.data.kept_tokenizer import TEMPLATE_FILES, TOOL_TEMPLATE
 from paceline.data.named_templates import NAMED, OTHER_NAMES
 from paceline.data.records import BadRowError, Message
 from paceline.data.token_spans import BYTE_END
@@ -31,7 +32,6 @@ from paceline.errors import DataError
 
 DAY = datetime(2024, 7, 26, tzinfo=UTC)
 """What ``strftime_now`` tells: the day that Llama's templates take where they are told none."""
-OWN_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 _TELLS_NONE = re.compile(r"content['\"]?\]? is (not )?none", re.IGNORECASE)
 """In templates for which a turn without text has None for it."""
 _BEGIN, _END = "\x02paceline generation\x03", "\x02paceline end of generation\x03"
@@ -228,12 +228,21 @@ def load_template(template: str, tokenizer: Tokenizer) -> ChatTemplate:
     special = _special_texts(folder, tokenizer)
     if not template:
         return _own_template(folder, tokenizer, special)
+    return ChatTemplate(template, template_source(template), special)
+
+
+def template_source(template: str) -> str:
+    """The Jinja text that `data.template` names: a name of `NAMED`, or the path of a file.
+
+    Raises:
+        DataError: there is no such name or file.
+    """
     name = OTHER_NAMES.get(template, template)
     if name in NAMED:
-        return ChatTemplate(template, NAMED[name], special)
+        return NAMED[name]
     path = Path(template)
     if path.is_file():
-        return ChatTemplate(template, _read_text(path), special)
+        return _read_text(path)
     near = get_close_matches(template, [*NAMED, *OTHER_NAMES], n=1)
     raise DataError(
         f"data.template = {template!r} is no template",
@@ -257,13 +266,13 @@ def _own_template(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]
 
 
 def _looked_for(folder: Path) -> str:
-    return ", ".join(str(folder / name) for name in OWN_TEMPLATE_FILES)
+    return ", ".join(str(folder / name) for name in TEMPLATE_FILES)
 
 
 def _sources(folder: Path) -> dict[str, str]:
     """Templates by name: ``default``, perhaps ``tool_use``."""
     found: dict[str, str] = {}
-    for name in reversed(OWN_TEMPLATE_FILES):  # the first of the list has the last word
+    for name in reversed(TEMPLATE_FILES):  # the first of the list has the last word
         path = folder / name
         if not path.is_file():
             continue
@@ -276,7 +285,7 @@ def _sources(folder: Path) -> dict[str, str]:
         elif isinstance(value, list):
             named = {str(item["name"]): str(item["template"]) for item in value if isinstance(item, Mapping)}
             found |= named
-    more = folder / "additional_chat_templates" / "tool_use.jinja"
+    more = folder / TOOL_TEMPLATE
     if more.is_file():
         found["tool_use"] = _read_text(more)
     return found

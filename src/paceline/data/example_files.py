@@ -18,6 +18,7 @@ from paceline.data.dataset_info import Entry, read_entry
 from paceline.data.documents import Encoder
 from paceline.data.encode_rows import FileSet
 from paceline.data.example_cache import Examples, encode_files
+from paceline.data.kept_tokenizer import template_of_run
 from paceline.data.record_rows import CACHE, find_record_files
 from paceline.data.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import DataError
@@ -60,7 +61,7 @@ class RowRequest:
 
 
 def open_encoder(config: DataConfig, request: RowRequest) -> Encoder:
-    """The tokenizer and the chat template of a recipe.
+    """The tokenizer and the chat template of a recipe; where a run is named, those that it used.
 
     Raises:
         DataError: there is no tokenizer, or it has more ids than the model. A missing template is an error only where
@@ -71,12 +72,12 @@ def open_encoder(config: DataConfig, request: RowRequest) -> Encoder:
         raise DataError(
             "no tokenizer is named for these data",
             evidence="Rows of text become tokens by one: data.tokenizer, or that of the folder model.init_from.",
-            next_step="Set data.tokenizer to a tokenizer.json, the folder that holds it, or `byte`.",
+            next_step="Set data.tokenizer to a tokenizer.json, the folder that holds it, a run, or `byte`.",
         )
     tokenizer = load_tokenizer(name)
     _check_vocabulary(tokenizer, request.vocab_size)
     try:
-        template = load_template(config.template, tokenizer)
+        template = load_template(config.template or template_of_run(Path(name)), tokenizer)
     except DataError as error:
         if config.template:
             raise

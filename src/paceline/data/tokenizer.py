@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.kept_tokenizer import is_run, tokenizer_of_run
 from paceline.errors import DataError
 
 EOD_NAMES = (
@@ -146,7 +147,8 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(path: str | Path, eod_token: str = "") -> Tokenizer:
-    """``byte``, a ``tokenizer.json``, a SentencePiece ``.model``, or a folder that holds one of these files.
+    """``byte``, a ``tokenizer.json``, a SentencePiece ``.model``, a folder that holds one of these files, or a run,
+    whose tokenizer is taken.
 
     Args:
         eod_token: name of the end-of-document token; empty = looked for among `EOD_NAMES`.
@@ -158,6 +160,8 @@ def load_tokenizer(path: str | Path, eod_token: str = "") -> Tokenizer:
     file = Path(path)
     if file.is_dir():
         found = [file / name for name in ("tokenizer.json", "tokenizer.model") if (file / name).is_file()]
+        if not found and is_run(file):
+            return load_tokenizer(_of_run(file), eod_token)
         if not found:
             raise DataError(
                 f"{file}: no tokenizer.json and no tokenizer.model in this folder",
@@ -167,7 +171,7 @@ def load_tokenizer(path: str | Path, eod_token: str = "") -> Tokenizer:
     if not file.is_file():
         raise DataError(
             f"{file}: no such tokenizer",
-            evidence="A tokenizer is a tokenizer.json, a SentencePiece .model, a folder with one, or the word "
+            evidence="A tokenizer is a tokenizer.json, a SentencePiece .model, a folder with one, a run, or the word "
             "`byte`; names of a model hub are not looked up.",
             next_step="Give the path of a tokenizer.json (download it first), or train one with "
             "`paceline data train-tokenizer`.",
@@ -175,6 +179,18 @@ def load_tokenizer(path: str | Path, eod_token: str = "") -> Tokenizer:
     if file.suffix == ".json":
         return HFTokenizer(file, eod_token)
     return SentencePieceTokenizer(file, eod_token)
+
+
+def _of_run(folder: Path) -> str:
+    found = tokenizer_of_run(folder)
+    # a recipe may name a folder: not the run itself again, nor what is gone
+    if not found or (found != "byte" and (not Path(found).exists() or Path(found).resolve() == folder.resolve())):
+        raise DataError(
+            f"{folder}: this run has no tokenizer",
+            evidence="None was kept in its folder (tokenizer/, hub/), and its recipe names none that is here.",
+            next_step="Name the tokenizer that its data were made with: its tokenizer.json, or `byte`.",
+        )
+    return found
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.checkpoint.weights import companions
 from paceline.data.chat_template import ChatTemplate, load_template
+from paceline.data.kept_tokenizer import has_template_files, kept_template
 from paceline.data.messages import read_messages
 from paceline.data.record_rows import find_record_files, read_rows
 from paceline.data.records import BadRowError, Message, Messages, Tools
@@ -88,13 +89,22 @@ def template_of(speaker: Speaker, template: str = "") -> ChatTemplate:
     Raises:
         DataError: there is none.
     """
-    named = template or speaker.config.data.template
+    named = template or _used(speaker)
     return load_template(named, speaker.tokenizer if named else _with_its_files(speaker))
+
+
+def _used(speaker: Speaker) -> str:
+    """The template of the run, if that is not its tokenizer's own."""
+    named = speaker.config.data.template
+    if speaker.checkpoint is None:
+        return named
+    folder = speaker.checkpoint.folder
+    return kept_template(named, folder.parent.parent, folder)
 
 
 def _with_its_files(speaker: Speaker) -> Tokenizer:
     """The same tokenizer where its template lies beside it: a run keeps both of the model that it began from."""
-    if speaker.checkpoint is None:
+    if speaker.checkpoint is None or has_template_files(Path(speaker.tokenizer.name).parent):
         return speaker.tokenizer
     came_along = companions(speaker.checkpoint.folder.parent.parent, speaker.checkpoint.folder)
     if "tokenizer.json" not in came_along:

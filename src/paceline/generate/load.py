@@ -15,10 +15,11 @@ from paceline.checkpoint.adapters import BaseReference, OpenBase, whole_model
 from paceline.checkpoint.locate import Report, find_checkpoint
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.checkpoint.store import Checkpoint
-from paceline.checkpoint.weights import CheckpointSource, WeightSource, companions, fill
+from paceline.checkpoint.weights import CheckpointSource, WeightSource, fill
 from paceline.config.load import validate
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.data.kept_tokenizer import find_kept
 from paceline.data.sidecar import read_sidecar
 from paceline.data.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import CheckpointError, ConfigError
@@ -197,15 +198,8 @@ def tokenizer_of(checkpoint: Checkpoint, config: RunConfig) -> str:
         ConfigError: none is known.
     """
     folders = (checkpoint.folder.parent.parent, checkpoint.folder)
-    for run_folder in folders:
-        kept = run_folder / "tokenizer"
-        files = sorted(file for file in kept.iterdir() if file.suffix in (".json", ".model")) if kept.is_dir() else []
-        if files:
-            return str(files[0])
-    came_along = companions(*folders)
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if name in came_along:
-            return str(came_along[name])
+    if kept := find_kept(*folders):
+        return kept
     if config.data.tokenizer:
         return config.data.tokenizer
     train = config.data.train

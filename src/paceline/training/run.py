@@ -189,7 +189,7 @@ class _Run:
         load_reference(parts.reference, self.config, self.registry, self.ranks)
         if self.info.is_main:
             self.folder.truncate_metrics(start.progress.step)
-            keep_tokenizer(self.folder.path, datasets.tokenizer_info)
+            keep_tokenizer(self.folder.path, datasets.tokenizer_info, self.config)
             log.info("optimizer groups\n%s", parts.optimizer.describe(self.config.learns))
             for report in datasets.reports:
                 log.info("%s", report)

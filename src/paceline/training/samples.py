@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,8 @@ from paceline.checkpoint.adapters import OpenBase
 from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
 from paceline.data.build import TokenizerInfo
+from paceline.data.chat_template import template_source
+from paceline.data.kept_tokenizer import keep, template_of_run
 from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.generate.decode import DecodeParams, generate_text
 from paceline.generate.load import load_speaker
@@ -22,18 +23,16 @@ from paceline.report.units import gib
 log = logging.getLogger(__name__)
 
 
-def keep_tokenizer(folder: Path, info: TokenizerInfo) -> None:
-    """Copies the tokenizer's file into the run folder, so that the run can speak wherever it is moved."""
-    source = Path(info.name)
-    if not info.name or not source.is_file():
-        return
-    target = folder / "tokenizer" / source.name
-    if target.exists():
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f"{target.name}.part")
-    shutil.copyfile(source, beside)
-    beside.replace(target)
+def keep_tokenizer(folder: Path, info: TokenizerInfo, config: RunConfig) -> None:
+    """Copies the tokenizer and its chat template, or the one of the recipe, into the run folder, so that the run can
+    speak, and another begin from it, wherever it is moved.
+
+    Raises:
+        DataError: the disk does not allow it.
+    """
+    origin = config.data.tokenizer or config.model.init_from
+    named = config.data.template or template_of_run(Path(origin))
+    keep(folder, info.name, template_source(named) if named else "")
 
 
 def draw_samples(
