@@ -138,6 +138,41 @@ def test_a_model_that_is_not_here_is_told(folder: Path, command: Command) -> Non
 
 
 @pytest.mark.parametrize(
+@pytest.mark.parametrize(
+    ("source", "processes", "rate"),
+    [
+        ("llamafactory-cli train x.yaml", 1, 1e-4),
+        ("llamafactory-cli train x.yaml --learning_rate 3e-5", 1, 3e-5),
+        ("train x.yaml learning_rate=3e-5", 1, 3e-5),
+        ("FORCE_TORCHRUN=1 NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train x.yaml", 16, 1e-4),
+        ("torchrun --nproc_per_node 4 src/train.py x.yaml", 4, 1e-4),
+        ("accelerate launch --num_processes 4 src/train.py x.yaml --learning-rate 3e-5", 4, 3e-5),
+        ("accelerate launch --num_machines 2 --num_processes 8 src/train.py x.yaml", 8, 1e-4),
+    ],
+)
+def test_a_command_reads_its_file_and_then_its_words(
+    source: str, processes: int, rate: float, folder: Path, command: Command
+) -> None:
+    code, out, err = command("--from", "llamafactory", source)
+    assert code == 0 and "error" not in err
+    Path("x.toml").write_text(out)
+    config = load_recipe("x.toml").config
+    assert (config.train.global_batch_size, config.optim.lr) == (2 * processes, rate)
+    assert config.model.init_from == "tiny"
+
+
+def test_a_value_behind_a_flag_is_no_subcommand(folder: Path, command: Command) -> None:
+    words = "--model_name_or_path tiny --dataset mine --dataset_dir rows --cutoff_len 64 --max_steps 3 --bf16 true"
+    code, out, err = command("--from", "llamafactory", f"src/train.py --stage sft {words}")
+    assert code == 0 and 'kind = "sft"' in out and "error" not in err
+
+
+@pytest.mark.parametrize("program", ["megatron sft", "torchrun --nproc_per_node 1 swift/cli/_megatron/sft.py"])
+def test_megatron_is_read_in_the_command(program: str, folder: Path, command: Command) -> None:
+    code, out, _ = command("--from", "ms-swift", f"{program} --model tiny --dataset rows/mine.jsonl --train_iters 3")
+    assert code == 0 and "rank = 0  # train_type: full (the default there)" in out and "lr = 1e-05" in out
+
+
     ("arguments", "message"),
     [
         (("--from", "deepspeed", "x.yaml"), "--from deepspeed is unknown"),
@@ -148,6 +183,12 @@ def test_a_model_that_is_not_here_is_told(folder: Path, command: Command) -> Non
         (("--from", "ms-swift", "swift sft --learning_rate -1"), "optim.lr = -1"),
         (("--from", "llamafactory"), "needs a recipe"),
     ],
+        (("--from", "llamafactory", "x 'unclosed"), "a quote is not closed: 'unclosed"),
+        (("--from", "llamafactory", "train x.yaml more.yaml"), "a run has one file of arguments"),
+        (
+            ("--from", "ms-swift", "swift sft --gradient_accumulation_steps $(expr 16 / $nproc_per_node)"),
+            "--gradient_accumulation_steps: $(expr 16 / $nproc_per_node) is for the shell to compute",
+        ),
 )
 def test_bad_use_is_refused(arguments: tuple[str, ...], message: str, folder: Path, command: Command) -> None:
     code, out, err = command(*arguments)

@@ -316,6 +316,22 @@ def test_megatron_swift() -> None:
     assert not config.lora.on and config.model.moe.aux_loss_coef == 1e-3
 
 
+@pytest.mark.parametrize("command", ["megatron sft", "megatron pt"])
+def test_megatron_swift_trains_all_weights_unless_told(command: str) -> None:
+    def given(**more: Any) -> Translation:
+        return translate(MS_SWIFT, {"command": command, "train_iters": 9, **more}, processes=8)
+
+    found = given(lr_decay_style="constant", lr_warmup_iters=3)
+    assert (found.fields["lora.rank"], found.fields["optim.lr"]) == (0, 1e-5)
+    assert (found.fields["parallel.recompute"], found.fields["optim.warmup_steps"]) == ("selective", 3)
+    assert (found.fields["train.micro_batch_size"], found.fields["train.global_batch_size"]) == (1, 16)
+    assert found.fields["task.kind"] == ("pretrain" if command.endswith("pt") else "sft")
+    assert found.origins["lora.rank"].is_default and checked(found)
+    adapted = given(train_type="lora")
+    assert (adapted.fields["lora.rank"], adapted.fields["optim.lr"]) == (8, 1e-4)
+    assert swift("--max_steps", "9").fields["lora.rank"] == 8
+
+
 @pytest.mark.parametrize(
     ("words", "ours", "value"),
     [

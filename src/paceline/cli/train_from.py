@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from paceline.report.finding import Finding, exit_code, worst_first
 
 _PROGRAMS = {"llamafactory": ("llamafactory-cli", "lmf"), "ms-swift": ("swift", "megatron")}
 """Commands of each system that a script is searched for."""
+_COMMANDS = ("sft", "pt", "rlhf")
+_FILES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ def _read(source: str, programs: Sequence[str]) -> _Read:
     """A YAML or JSON file, a script, or a command line."""
     is_text = any(char.isspace() for char in source) or source.startswith("-")
     path = Path(source)
-    if not is_text and path.suffix in (".yaml", ".yml", ".json"):
+    if not is_text and path.suffix in _FILES:
         return _Read(given=read_arguments_file(path), folder=Path())
     text = source
     if not is_text:
@@ -89,24 +91,38 @@ def _read(source: str, programs: Sequence[str]) -> _Read:
                 evidence=str(error),
                 next_step="Give a YAML file, a script, or the command line in quotes.",
             ) from error
-    words = shlex.split(text) if is_text else []
-    files = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and not word.startswith("-")]
-    if files and not any(word.startswith("--") for word in words):
-        # llamafactory-cli train x.yaml learning_rate=1e-5
-        more = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
-        return _Read(given={**read_arguments_file(Path(files[0])), **more}, folder=Path())
     return _read_script(text, programs)
 
 
 def _read_script(text: str, programs: Sequence[str]) -> _Read:
     from paceline.planner.launch_script import read_launch
 
-    if text.lstrip().startswith("--"):
+    """A command of ``programs`` or behind a launcher: its file of arguments, then what its words say otherwise.
+
+    Raises:
+        ConfigError: there is none, a quote is not closed, the file cannot be read, or a value is left to the shell.
+    """
+    first = (text.split() or [""])[0]
+    if first.startswith("--") or first.endswith(_FILES) or first in ("train", *_COMMANDS):
         text = f"{programs[0]} {text}"
-    launch = read_launch(text, programs=programs)
-    given = read_words(launch.flags)
-    command = next((word for word in launch.flags if not word.startswith("-")), "")
-    if command in ("sft", "pt", "rlhf"):
+    _refuse_open_quotes(text)
+    try:
+        launch = read_launch(text, programs=programs)
+    except ConfigError as error:
+        raise ConfigError(
+            "no command with flags or a YAML file was found",
+            evidence=f"Looked for {', '.join(programs)}, and for a Python file, by itself or behind a launcher.",
+            next_step="Give a YAML file, a script, or the command line in quotes.",
+        ) from error
+    begin = next((at for at, word in enumerate(launch.flags) if word.startswith("--")), len(launch.flags))
+    before, given = launch.flags[:begin], _read_flags(launch.flags[begin:])
+    said = dict(word.split("=", 1) for word in before if "=" in word)
+    files = [word for word in before if word.endswith(_FILES) and "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"{' and '.join(files)}: a run has one file of arguments", next_step="Leave out the others.")
+    for file in files:
+        given = {**read_arguments_file(Path(file)), **said, **given}
+    if command := _command(launch.program, before, programs):
         given["command"] = command
     world = launch.world_size or _number(launch.environment, "NPROC_PER_NODE") * _number(launch.environment, "NNODES")
     return _Read(given=given, folder=Path(), processes=world)
@@ -114,6 +130,45 @@ def _read_script(text: str, programs: Sequence[str]) -> _Read:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
+def _command(program: str, before: Sequence[str], programs: Sequence[str]) -> str:
+    """``sft``, ``megatron pt``: which of ms-swift's trainings; empty where nothing says it."""
+    if "swift" not in programs:
+        return ""
+    parts = re.split(r"[./]", program.removesuffix(".py"))  # swift, swift/cli/sft.py, swift.cli._megatron.sft
+    word = before[0] if before and before[0] in _COMMANDS else parts[-1]
+    if word not in _COMMANDS:
+        return ""
+    return f"megatron {word}" if parts[-1] == "megatron" or "_megatron" in parts else word
+
+
+def _read_flags(words: Sequence[str]) -> dict[str, Any]:
+    given = read_words(words)
+    for name, value in given.items():
+        text = " ".join(value if isinstance(value, list) else [str(value)]).replace("\N{NO-BREAK SPACE}", " ")
+        if text.startswith(("$(", "`")):
+            raise ConfigError(
+                f"--{name}: {text} is for the shell to compute, and nothing is run here",
+                next_step=f"Write its result there: --{name} VALUE.",
+            )
+    return given
+
+
+def _refuse_open_quotes(text: str) -> None:
+    from paceline.planner.shell_words import skip_piece, tokens
+
+    for token in tokens(text):
+        for word in token.array or (token.text,):
+            at = 0
+            while at < len(word):
+                end = skip_piece(word, at)
+                is_open = end > len(word) if word[at] == '"' else end == at + 1 or word[end - 1] != word[at]
+                if word[at] in "'\"" and is_open:
+                    raise ConfigError(
+                        f"a quote is not closed: {word[at : at + 40]}", next_step=f"Close it with {word[at]}."
+                    )
+                at = end
+
+
     return int(text) if text.isdigit() and int(text) else 1
 
 

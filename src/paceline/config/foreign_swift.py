@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paceline.config import foreign_trainer as trainer
@@ -154,6 +155,21 @@ _WITHOUT: Mapping[str, Without] = {
 }
 
 
+def _is_megatron(draft: Draft) -> bool:
+    """By the command, or by names that Megatron-SWIFT alone has."""
+    command = str(draft.given.get("command", ""))
+    return command.startswith("megatron") or (not command and any(map(draft.has, _MEGATRON_ALONE)))
+
+
+def _megatron(draft: Draft) -> None:
+    """Megatron-SWIFT's defaults, where they are others. Megatron's constant rate warms up, Transformers' does not."""
+    if not _is_megatron(draft):
+        return
+    draft.system = replace(draft.system, defaults={**draft.system.defaults, **_MEGATRON_DEFAULTS})
+    if draft.given.get("lr_scheduler_type") == "constant":
+        draft.given = {**draft.given, "lr_scheduler_type": "constant_with_warmup"}
+
+
 def _task(draft: Draft) -> None:
     kind = draft.value("rlhf_type", "text")
     command = str(draft.given.get("command", ""))
@@ -212,7 +228,7 @@ def _recompute(draft: Draft) -> None:
     granularity = draft.value("recompute_granularity", "text")
     if granularity in ("full", "selective"):
         draft.put("parallel.recompute", granularity, "recompute_granularity")
-    elif not draft.has("micro_batch_size") and draft.value("gradient_checkpointing", "truth", True):
+    elif not _is_megatron(draft) and draft.value("gradient_checkpointing", "truth", True):
         said = "" if draft.has("gradient_checkpointing") else "on unless gradient_checkpointing: false"
         draft.put("parallel.recompute", "full", "gradient_checkpointing", said=said)
 
@@ -294,7 +310,7 @@ def _longest(draft: Draft) -> None:
 
 def _batch(draft: Draft) -> None:
     """Megatron-SWIFT gives both sizes; `swift` those of a device and of accumulation."""
-    if not (draft.has("micro_batch_size") or draft.has("global_batch_size")):
+    if not _is_megatron(draft):
         trainer.batch(draft)
         return
     draft.put("train.micro_batch_size", draft.value("micro_batch_size", "whole", 1), "micro_batch_size")
@@ -330,13 +346,16 @@ _DEFAULTS: Mapping[str, Any] = {
     "lora_dropout": 0.05,
     "target_modules": "all-linear",
 }
+_MEGATRON_DEFAULTS: Mapping[str, Any] = {"train_type": "full", "recompute_granularity": "selective"}
+_MEGATRON_ALONE = ("micro_batch_size", "global_batch_size")
 
 MS_SWIFT = System(
     name="ms-swift",
     title="ms-swift 3 and 4",
     simple=_SIMPLE,
     rules=(
-        (_keys("command", "rlhf_type", "loss_type", "beta"), _task),
+        (_keys("command"), _megatron),
+        (_keys("rlhf_type", "loss_type", "beta"), _task),
         (_ADAPTERS.names, lambda draft: adapters(draft, _ADAPTERS)),
         (_keys("max_length"), _longest),
         (_keys("dataset", "val_dataset", "split_dataset_ratio"), _data),

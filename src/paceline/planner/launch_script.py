@@ -1,8 +1,8 @@
 """Which command does a launch script run, with which flags and environment, on how many GPUs? Nothing is executed.
 
 Read are assignments, arrays, `export`, `if` over tests of strings and numbers, `eval`, `sh -c "..."`, and the
-prefixes `torchrun`, `python -m torch.distributed.launch`, `deepspeed`, `srun` and `#SBATCH` lines. Loops, `case` and
-functions are passed over; a test that cannot be decided (a file, a command) counts as false.
+prefixes `torchrun`, `python -m torch.distributed.launch`, `deepspeed`, `accelerate`, `srun` and `#SBATCH` lines. Loops,
+`case` and functions are passed over; a test that cannot be decided (a file, a command) counts as false.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _PASSED_OVER = {"for": "done", "while": "done", "until": "done", "select": "done
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _SHELLS = ("sh", "bash", "zsh")
+_FILES = (".yaml", ".yml", ".json")
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "torch.distributed.elastic")
 
 
@@ -49,7 +50,8 @@ def read_launch(text: str, given: Mapping[str, str] | None = None, programs: Col
 
     Args:
         given: variables that are set before the script begins.
-        programs: commands with flags that are looked for, beside Python files.
+        programs: commands that are looked for beside Python files; they come first, and a file of arguments
+            (``x.yaml``) will do where they have no flags.
 
     Raises:
         ConfigError: there is no command with flags in it.
@@ -65,7 +67,9 @@ def read_launch(text: str, given: Mapping[str, str] | None = None, programs: Col
             next_step="Give the script that starts the training, or the flags alone: "
             'paceline plan megatron "--num-layers 32 ..."',
         )
-    program, prefix, flags, environment = max(script.found, key=lambda found: len(found[2]))
+    program, prefix, flags, environment = max(
+        script.found, key=lambda found: (PurePath(found[0]).name in programs, len(found[2]))
+    )
     nodes, gpus = _ranks(prefix, script.slurm)
     return Launch(
         program=program,
@@ -222,7 +226,7 @@ class _Script:
         if split is None:
             return
         flags = fields[split + 1 :]
-        if any(flag.startswith("--") for flag in flags):
+        if any(flag.startswith("--") or (self.programs and flag.endswith(_FILES)) for flag in flags):
             environment = {**self.variables.environment(), **before}
             self.found.append((fields[split], fields[:split], flags, environment))
 
@@ -353,12 +357,12 @@ def _ranks(prefix: Sequence[str], slurm: Mapping[str, str]) -> tuple[int | None,
         if name.startswith("-"):
             key = {"-N": "nodes", "-n": "ntasks", "-np": "ntasks"}.get(name, name.lstrip("-").replace("_", "-"))
             given[key] = value
-    nodes = _number(given, "nnodes", "num-nodes", "nodes")
+    nodes = _number(given, "nnodes", "num-nodes", "nodes", "num-machines")
     gpus = _number(given, "nproc-per-node", "num-gpus")
     if gpus is None:
         tasks, devices = _number(given, "ntasks-per-node"), _number(given, "gpus-per-node", "gres", "gpus-per-task")
         gpus = max((value for value in (tasks, devices) if value), default=None)
-    if gpus is None and (ntasks := _number(given, "ntasks")):
+    if gpus is None and (ntasks := _number(given, "ntasks", "num-processes")):
         gpus = ntasks // (nodes or 1)
     return nodes, gpus
 
