@@ -140,6 +140,7 @@ def test_pairs_go_on_from_a_run_of_conversations(
     first = {"data.template": template, "lora.rank": rank} if template or rank else {}
     done = train(command, Path("base") if rank else model, rows, run__dir="sft", **first)
     assert done.code == 0, done.text
+    assert 'generate sft --chat --prompt "..."' in done.text
     Path("mine.jinja").unlink()
     sign = {"": "<|im_start|>", "zephyr": "<|user|>", "mine.jinja": "<|mine|>"}[template]
     looked = command("data", "inspect", rows, "--task", "sft", "--tokenizer", "sft")

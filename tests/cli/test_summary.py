@@ -36,6 +36,11 @@ def test_a_reward_model_is_not_asked_to_speak() -> None:
     assert room.next_steps(replace(SUMMARY, is_score=True)) == "paceline convert 'runs/my demo' NEW-FOLDER --to hf"
 
 
+def test_a_model_of_conversations_is_asked_through_its_template() -> None:
+    asked = """paceline generate 'runs/my demo' --chat --prompt "..." """.strip()
+    assert room.next_steps(replace(SUMMARY, is_chat=True)) == asked
+
+
 def test_framed_on_a_terminal_and_not_too_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(room, "make_console", lambda: Console(file=shown, force_terminal=True, width=200))

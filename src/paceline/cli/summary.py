@@ -66,7 +66,8 @@ def next_steps(summary: Summary) -> str:
     if summary.is_score:
         commands.append(f"paceline convert {shlex.quote(summary.run_dir)} NEW-FOLDER --to hf")
     elif not summary.made_up_tokens:
-        commands.append(f'paceline generate {shlex.quote(summary.run_dir)} --prompt "..."')
+        chat = " --chat" if summary.is_chat else ""
+        commands.append(f'paceline generate {shlex.quote(summary.run_dir)}{chat} --prompt "..."')
     curves = Path(summary.run_dir) / "tensorboard"
     if curves.is_dir():
         commands.append(f"tensorboard --logdir {shlex.quote(str(curves))}")

@@ -55,3 +55,8 @@ class TaskConfig(Section):
     def learns_from_answers(self) -> bool:
         """Whether the loss is over whole answers, not tokens."""
         return self.kind in PREFERENCE_KINDS
+
+    @property
+    def reads_turns(self) -> bool:
+        """Whether its data are turns, which a chat template makes into text; False for kinds of plugins."""
+        return self.kind == "sft" or self.kind in PREFERENCE_KINDS

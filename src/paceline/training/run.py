@@ -352,6 +352,7 @@ class _Run:
             samples=samples,
             made_up_tokens=self.config.data.is_synthetic,
             is_score=self.config.model.has_score,
+            is_chat=self.config.task.reads_turns,
             start_up=self.clock.phases,
         )
 

@@ -49,6 +49,8 @@ class Summary:
     """trained on synthetic data: it has no text to continue"""
     is_score: bool = False
     """a reward model, which does not speak"""
+    is_chat: bool = False
+    """trained on conversations: it is asked through its chat template"""
     start_up: Mapping[str, float] = field(default_factory=dict)
     """seconds of each phase of the last start, from the command to the end of its first step"""
     tokens_per_joule: float | None = None
@@ -184,6 +186,7 @@ def summarize(
     samples: Sequence[tuple[str, str]] = (),
     made_up_tokens: bool = False,
     is_score: bool = False,
+    is_chat: bool = False,
     start_up: Mapping[str, float] | None = None,
 ) -> Summary:
     """Reads the run folder's own metrics, so that a resumed run is summed up whole.
@@ -213,6 +216,7 @@ def summarize(
         samples=tuple(samples),
         made_up_tokens=made_up_tokens,
         is_score=is_score,
+        is_chat=is_chat,
         start_up={phase: round(seconds, 3) for phase, seconds in (start_up or {}).items()},
         **speed,
     )
