@@ -59,6 +59,16 @@ def test_bad_lines_are_rows_with_a_reason(tmp_path: Path) -> None:
     assert all(isinstance(value, BadRowError) for value in found.values())
 
 
+def test_a_key_that_comes_twice_costs_its_row_alone(tmp_path: Path) -> None:
+    twice = '{"a": {"b": 1, "c": 2, "b": 1}}'
+    (tmp_path / "a.jsonl").write_text(f'{{"a": 1}}\n{twice}\n{{"a": 2}}\n')
+    (tmp_path / "b.json").write_text(f'[{{"a": 1}},\n{twice},\n{{"a": 2}}]\n')
+    for file in sorted(tmp_path.iterdir()):
+        first, bad, last = rows(file)
+        assert (first.value, last.value) == ({"a": 1}, {"a": 2})
+        assert (bad.line, str(bad.value)) == (2, "malformed JSON: the key 'b' comes twice in an object")
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -66,6 +76,8 @@ def test_bad_lines_are_rows_with_a_reason(tmp_path: Path) -> None:
         ('[{"a": 1}\n{"a": 2}]', "a comma or ] was expected"),
         ('[{"a": 1},\n{"a": }]', "Expecting value"),
         ('{"a": 1}\nnonsense', "Expecting value"),
+        ('[{"a": 1}]\n[{"a": 2}]\n', "more follows after the array's end, at '[{\"a\": 2}] '"),
+        ('[]\n{"a": 2}', "more follows after the array's end"),
     ],
 )
 def test_a_broken_array_is_refused_with_its_line(tmp_path: Path, content: str, why: str) -> None:

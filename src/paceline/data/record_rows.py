@@ -1,7 +1,8 @@
 """Rows of post-training files, each with its place: .jsonl, .json (an array, or objects one after the other), .parquet,
 .txt (a line is a row), the text kinds also compressed, and folders of these.
 
-A `.json` array is read whole; the others row by row.
+A `.json` file is read whole; the others row by row. A key that comes twice in an object makes a bad row: which of its
+values is meant cannot be told.
 """
 
 from __future__ import annotations
@@ -143,11 +144,26 @@ def _line(line: bytes, kind: str) -> dict[str, Any] | BadRowError:
     if kind == "text":
         return {"text": text}
     try:
-        return _object(json.loads(text))
+        return _object(_DECODER.decode(text))
+    except BadRowError as error:
+        return error
     except json.JSONDecodeError as error:
         return BadRowError("malformed JSON", f"{error.msg} at column {error.colno}")
     except (RecursionError, ValueError) as error:
         return BadRowError("malformed JSON", str(error).partition(";")[0] or "nested too deeply")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in made if keys.count(key) > 1)
+        raise BadRowError("malformed JSON", f"the key {twice!r} comes twice in an object")
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_PLAIN_DECODER = json.JSONDecoder()
 
 
 def _object(value: object) -> dict[str, Any] | BadRowError:
@@ -159,7 +175,6 @@ def _object(value: object) -> dict[str, Any] | BadRowError:
 def _json_rows(file: RecordFile) -> Iterator[Row]:
     """An array of objects, or objects one after the other (JSON lines under another name, or pretty-printed)."""
     text = _whole_text(file)
-    decoder = json.JSONDecoder()
     place = _after_space(text, 0)
     is_array = text[place : place + 1] == "["
     place = _after_space(text, place + 1) if is_array else place
@@ -168,14 +183,14 @@ def _json_rows(file: RecordFile) -> Iterator[Row]:
         line += text.count("\n", counted, place)
         counted = place
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, place = _decode(text, place)
         except (ValueError, RecursionError) as error:
             if isinstance(error, json.JSONDecodeError):
                 place, line, why = error.pos, error.lineno, error.msg
             else:
                 why = str(error).partition(";")[0]
             raise _broken_array(file, text, place, line, why) from error
-        yield Row(file.path, line, _object(value))
+        yield Row(file.path, line, value)
         place = _after_space(text, place)
         if is_array and text[place : place + 1] == ",":
             place = _after_space(text, place + 1)
@@ -184,8 +199,20 @@ def _json_rows(file: RecordFile) -> Iterator[Row]:
             raise _broken_array(file, text, place, line, "a comma or ] was expected")
     if is_array and place >= len(text):
         raise _broken_array(file, text, place, text.rstrip().count("\n") + 1, "the array is not closed")
+    if is_array and (rest := _after_space(text, place + 1)) < len(text):
+        line = text.count("\n", 0, rest) + 1
+        raise _broken_array(file, text, rest, line, "more follows after the array's end")
     if not is_array and place < len(text):
         raise _broken_array(file, text, place, line, "] without [")
+
+
+def _decode(text: str, place: int) -> tuple[dict[str, Any] | BadRowError, int]:
+    """(the object at ``place`` or why it is bad, where it ends)"""
+    try:
+        value, end = _DECODER.raw_decode(text, place)
+    except BadRowError as error:
+        return error, _PLAIN_DECODER.raw_decode(text, place)[1]
+    return _object(value), end
 
 
 def _whole_text(file: RecordFile) -> str:
