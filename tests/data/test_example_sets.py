@@ -113,6 +113,14 @@ def test_a_pair_is_cut_so_that_both_answers_fit(tmp_path: Path) -> None:
     assert [int(((sample.documents == i) & (sample.labels >= 0)).sum()) for i in (0, 1)] == [38, 38]
 
 
+@pytest.mark.parametrize("packing", ["pack", "none"])
+def test_a_pair_is_cut_to_an_odd_length(tmp_path: Path, packing: str) -> None:
+    rows = [{"prompt": "a", "chosen": "x" * 300, "rejected": "z" * count} for count in (300, 74, 73, 38, 2)]
+    data = build("dpo", train=write(tmp_path / "a.jsonl", rows), too_long="truncate", seq_len=201, packing=packing)
+    lengths = [tuple(data.train[i].fields["lengths"].tolist()[:2]) for i in range(5)]
+    assert sorted(lengths) == [(100, 100), (100, 100), (101, 100), (136, 65), (172, 29)]
+
+
 # ---- sources
 
 

@@ -67,9 +67,8 @@ def _cut(lengths: NDArray[np.int64], seq_len: int, task: str) -> NDArray[np.int6
         return np.minimum(lengths, seq_len // 2)
     if len(lengths) == 1:
         return np.minimum(lengths, seq_len)
-    half = seq_len // 2
-    shorter = min(int(lengths.min()), half)
-    return np.minimum(lengths, max(half, seq_len - shorter))
+    half, shorter = seq_len // 2, int(lengths.min())
+    return np.minimum(lengths, seq_len - shorter if shorter <= half else half)
 
 
 def _has_answer(selection: Selection, member: int, lengths: NDArray[np.int64]) -> bool:
