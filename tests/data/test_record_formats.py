@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pyarrow
@@ -45,6 +46,7 @@ def value(who: str, text: str) -> dict[str, str]:
     return {"from": who, "value": text}
 
 
+RANKED = {"prompt": "x", "chosen": "a", "rejected": "b"}
 Q, A, B = said(*QUESTION), said(*ANSWER), said(*WORSE)
 VALID: dict[str, tuple[dict[str, Any], Record]] = {
     "text": ({"text": "A line."}, Text(pieces=(("A line.", True),))),
@@ -62,6 +64,7 @@ VALID: dict[str, tuple[dict[str, Any], Record]] = {
         },
         LONG,
     ),
+    "turns and an answer that is a turn": ({"prompt": [Q], "response": A}, ONE),
     "sharegpt": ({"conversations": [value("human", "Two plus two?"), value("gpt", "Four.")]}, ONE),
     "sharegpt, system column": (
         {
@@ -252,7 +255,25 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "history of triples": ({"instruction": "a", "output": "b", "history": [["1", "2", "3"]]}, "'history'"),
     "turns are a text": ({"messages": "hello"}, "not a list of turns: 'messages' is text"),
     "a turn is a text": ({"messages": ["hello"]}, "not a turn: turn 1 is text"),
+    "misspelled role": (
+        {"messages": [said("asistant", "x")]},
+        "unknown role: turn 1 is of 'asistant'; known are system, developer, user, human, assistant, gpt, chatgpt, tool, "
+        "observation, tool_response, function, function_call, tool_call; did you mean 'assistant'?",
+    ),
     "unknown role": ({"messages": [said("narrator", "x")]}, "unknown role: turn 1 is of 'narrator'; known are system"),
+    "a role is a list": (
+        {"messages": [{"role": ["user"], "content": "x"}]},
+        "turn without a role: 'role' of turn 1 is a list, text was expected",
+    ),
+    "a null text": ({"text": None}, "no text: 'text' is null"),
+    "null turns": ({"id": 1, "messages": None}, "no text: 'messages' is null; it has 'id', 'messages' (null)"),
+    "a null answer": ({"prompt": "x", "response": None}, "no answer beside it; it has 'prompt', 'response' (null)"),
+    "a number after turns": ({"prompt": [Q], "response": 5}, "not text: 'response' is a number"),
+    "true after turns": ({"prompt": [Q], "response": True}, "not text: 'response' is a boolean"),
+    "an object after turns": (
+        {"prompt": [Q], "response": {"content": "x"}},
+        "turn without a role: turn 2 has no 'from'; it has 'content'",
+    ),
     "no role": ({"messages": [{"content": "x"}]}, "turn without a role"),
     "no content": ({"messages": [{"role": "user"}]}, "turn without text: turn 1 has no content"),
     "content is a number": ({"messages": [{"role": "user", "content": 5}]}, "the content of turn 1 is a number"),
@@ -278,6 +299,17 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "half a reference": (
         {"prompt": "x", "chosen": "a", "rejected": "b", "ref_chosen_logps": -1.0},
         "must both be numbers",
+    ),
+    "infinite margin": ({**RANKED, "margin": math.inf}, "'margin' is inf, a finite number was expected"),
+    "margin beyond float32": ({**RANKED, "margin": 3.5e38}, "'margin' is 3.5e+38, a finite number"),
+    "margin beyond any float": ({**RANKED, "margin": 10**400}, "'margin' is too large, a finite number"),
+    "reference without a number": (
+        {**RANKED, "ref_chosen_logps": math.nan, "ref_rejected_logps": -1},
+        "'ref_chosen_logps' is nan, a finite number was expected",
+    ),
+    "reference is true": (
+        {**RANKED, "ref_chosen_logps": True, "ref_rejected_logps": -1},
+        "'ref_chosen_logps' is a boolean, a number was expected",
     ),
     "margin is text": ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": "1"}, "'margin' is text"),
     "labels of another length": ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 labels"),

@@ -32,8 +32,8 @@ from paceline.errors import DataError, PacelineError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Raised when the same key would give other tokens."""
+FORMAT = 2
+"""Raised when the same key would give other tokens or bad rows."""
 PART_ROWS = 8192
 CHUNK_ROWS = 256
 IN_PROCESS_ROWS = 2048

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from paceline.data.json_lines import type_name
@@ -106,10 +107,14 @@ def _role(item: Mapping[str, Any], tags: Tags, where: str) -> tuple[str, str]:
     name = item.get(key)
     roles = ROLE_NAMES if tags.roles is None else tags.roles
     if not isinstance(name, str):
+        if key in item:
+            raise BadRowError("turn without a role", f"{key!r} of {where} is {type_name(name)}, text was expected")
         seen = ", ".join(map(repr, list(item)[:6])) or "no keys"
         raise BadRowError("turn without a role", f"{where} has no {key!r}; it has {seen}")
     if name not in roles:
-        raise BadRowError("unknown role", f"{where} is of {name!r}; known are {', '.join(roles)}")
+        near = get_close_matches(name.lower(), roles, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadRowError("unknown role", f"{where} is of {name!r}; known are {', '.join(roles)}{meant}")
     return roles[name], name
 
 

@@ -52,6 +52,8 @@ LABELS = ("kto_tag", "label")
 SYSTEMS = ("system", "system_prompt")
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 """Where a pair may carry the reference model's log-probabilities."""
+LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest finite float32, which such numbers become."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ def _by_keys(row: Mapping[str, Any]) -> Record:
     response = _first(has - {prompt}, RESPONSES)
     if prompt and response:
         if isinstance(row[prompt], list):
-            row = {**row, "messages": [*row[prompt], *_as_turns(row[response])]}
+            row = {**row, "messages": [*row[prompt], *_as_turns(row[response], response)]}
             return _turns(row, Layout(formatting="sharegpt", columns={**columns, "messages": "messages"}))
         names = {"prompt": prompt, "response": response, "history": "history"}
         if prompt != "input":
@@ -112,19 +114,29 @@ def _by_keys(row: Mapping[str, Any]) -> Record:
         return _alpaca(row, Layout(formatting="alpaca", columns={"prompt": "text"}))
     if prompt:
         raise BadRowError("no answer", f"a prompt ({prompt!r}) and no answer beside it; it has {_keys(row)}")
+    if empty := _first(row.keys() - has, (*TURNS, *PROMPTS, *RESPONSES)):
+        raise BadRowError("no text", f"{empty!r} is null; it has {_keys(row)}")
     raise BadRowError("unknown format", f"it has {_keys(row)}")
 
 
 def _keys(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, list(row)[:8])) or "no keys"
+    seen = (f"{key!r}{' (null)' if row[key] is None else ''}" for key in list(row)[:8])
+    return ", ".join(seen) or "no keys"
 
 
 def _first(has: set[str], names: Sequence[str]) -> str:
     return next((name for name in names if name in has), "")
 
 
-def _as_turns(value: object) -> list[Any]:
-    return [{"role": "assistant", "content": value}] if isinstance(value, str) else list(value)  # type: ignore[call-overload]
+def _as_turns(value: object, what: str) -> list[Any]:
+    """An answer after turns: its text, one turn, or a list of turns."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if isinstance(value, Mapping):
+        return [value]
+    if not isinstance(value, Sequence):
+        raise BadRowError("not text", f"{what!r} is {type_name(value)}")
+    return list(value)
 
 
 # ---- turns
@@ -298,19 +310,29 @@ def _pair_prompt(row: Mapping[str, Any], has: set[str], turns: str) -> Messages:
 
 def _preference(row: Mapping[str, Any], **parts: Any) -> Preference:
     """A pair with what a row says of it beside its texts."""
-    margin = row.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise BadRowError("no label", f"'margin' is {type_name(margin)}, a number was expected")
-    return Preference(**parts, reference_logps=_reference(row), margin=margin)
+    return Preference(**parts, reference_logps=_reference(row), margin=_number(row, "margin"))
 
 
 def _reference(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    values = [row.get(key) for key in REFERENCE]
-    if values == [None, None]:
+    chosen, rejected = (_number(row, key) for key in REFERENCE)
+    if chosen is None and rejected is None:
         return None
-    if not all(isinstance(value, int | float) for value in values):
+    if chosen is None or rejected is None:
         raise BadRowError("no label", f"{' and '.join(REFERENCE)} must both be numbers")
-    return float(values[0]), float(values[1])  # type: ignore[arg-type]
+    return chosen, rejected
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    """A number that float32 holds; None where there is none."""
+    value = row.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRowError("no label", f"{key!r} is {type_name(value)}, a number was expected")
+    if not abs(value) <= LARGEST:  # NaN fails this too
+        shown = f"{value:g}" if isinstance(value, float) else "too large"
+        raise BadRowError("no label", f"{key!r} is {shown}, a finite number was expected")
+    return float(value)
 
 
 # ---- without turns
