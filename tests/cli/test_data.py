@@ -15,9 +15,9 @@ from paceline.errors import ConfigError, DataError
 runner = CliRunner()
 
 
-def call(*arguments: object) -> str:
+def call(*arguments: object, code: int = 0) -> str:
     result = runner.invoke(app, [str(a) for a in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
 
 
@@ -132,12 +132,12 @@ def test_inspect_shows_rows_as_a_task_learns_them(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ("inspect", path, "--task", "sft", "--tokenizer", "byte", "--template", "chatml", "--seq-len", 128)
-    output = call(*command)
+    output = call(*command, code=1)
     assert "2 rows, 1 example for sft" in output
     assert f"{path}:2: empty assistant turn" in output
     assert "«fox<|im_end|>»" in output, "what is learned is seen without colours"
     assert "1 sequence of up to 128 tokens, 55.5% full" in output
-    found = json.loads(call(*command, "--json"))
+    found = json.loads(call(*command, "--json", code=1))
     assert found["bad_rows"]["kinds"] == {"empty assistant turn": 1}
     (document,) = found["shown"][0]["documents"]
     assert [(stretch["text"], stretch["learned"]) for stretch in document["stretches"]] == [
@@ -148,6 +148,9 @@ def test_inspect_shows_rows_as_a_task_learns_them(tmp_path: Path) -> None:
     path.write_text(pair + "\n")
     output = call("inspect", path, "--task", "dpo", "--tokenizer", "byte", "--template", "chatml")
     assert ", chosen: " in output and "«b<|im_end|>»" in output and ", rejected: " in output
+    error = fails("the tokenizer byte has no chat template", "inspect", path, "--task", "dpo", "--tokenizer", "byte")
+    assert error.next_step.startswith("Set --template to the one") and "data." not in error.next_step
+    fails("^--template 'chatlm' is no template", *command[:-4], "--template", "chatlm")
     error = fails("holds rows, not a dataset of tokens", "inspect", path)
     assert "--task sft" in error.next_step
     with pytest.raises(ConfigError, match="is no task that reads rows"):

@@ -257,8 +257,8 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "a turn is a text": ({"messages": ["hello"]}, "not a turn: turn 1 is text"),
     "misspelled role": (
         {"messages": [said("asistant", "x")]},
-        "unknown role: turn 1 is of 'asistant'; known are system, developer, user, human, assistant, gpt, chatgpt, tool, "
-        "observation, tool_response, function, function_call, tool_call; did you mean 'assistant'?",
+        "unknown role: turn 1 is of 'asistant'; known are system, developer, user, human, assistant, gpt, chatgpt, "
+        "tool, observation, tool_response, function, function_call, tool_call; did you mean 'assistant'?",
     ),
     "unknown role": ({"messages": [said("narrator", "x")]}, "unknown role: turn 1 is of 'narrator'; known are system"),
     "a role is a list": (

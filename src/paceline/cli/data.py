@@ -196,7 +196,9 @@ def inspect(
     samples: Annotated[int, typer.Option(min=0, help="Documents to show, spread evenly over the dataset.")] = 3,
     document: Annotated[int, typer.Option(help="Show this document instead; from 0.", show_default=False)] = -1,
     tokens: Annotated[int, typer.Option(help="Tokens to show of each document of a dataset.")] = 60,
-    tokenizer: Annotated[str, typer.Option(help="For decoding; default: the one that the dataset names.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="A file, a folder, a run or byte; default: the one that the dataset names.")
+    ] = "",
     task: Annotated[
         str, typer.Option(help="sft, dpo, orpo, reward, kto or pretrain: show rows as that task learns them.")
     ] = "",
@@ -216,8 +218,8 @@ def inspect(
     text in .json, .jsonl, .parquet or .txt, a folder of them, or an entry of
     LLaMA-Factory's description, FILE#NAME. Shown are examples as the run
     would learn them, with what is learned in green and between « and »; rows
-    that cannot be used, with file, line and reason; lengths; and how full
-    sequences get.
+    that cannot be used, with file, line and reason (the exit status is then
+    1); lengths; and how full sequences get.
 
     [bold]Examples[/bold]
 
@@ -244,7 +246,7 @@ def inspect(
             "packing": packing,
             "cache_dir": cache_dir,
         }
-        inspect_rows(
+        good = inspect_rows(
             [prefix],
             task=task,
             options=options,
@@ -254,7 +256,7 @@ def inspect(
             example=document,
             as_json=as_json,
         )
-        return
+        raise typer.Exit(0 if good else 1)
     if names_rows(prefix):
         raise DataError(
             f"{prefix} holds rows, not a dataset of tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,8 @@ def inspect_rows(
     samples: int,
     example: int,
     as_json: bool,
-) -> None:
-    """Prints what a run with this task would read of the sources.
+) -> bool:
+    """Prints what a run with this task would read of the sources; whether no row of it is bad.
 
     Args:
         options: of the section `[data]`: tokenizer, template, mask, packing, too_long, cache_dir.
@@ -40,7 +41,7 @@ def inspect_rows(
     from paceline.data.example_files import RowRequest
     from paceline.data.records import TASKS
     from paceline.data.row_report import report_rows
-    from paceline.errors import ConfigError
+    from paceline.errors import ConfigError, DataError
     from paceline.report.console import make_console
 
     if task not in TASKS:
@@ -51,15 +52,26 @@ def inspect_rows(
         )
     config = validate({"data": {"train": [{"path": path} for path in sources], **options}}).data
     request = RowRequest(task=task, seq_len=seq_len, seed=1234, global_batch_size=global_batch_size)
-    report = report_rows(config, request, sources, samples=samples, example=example)
+    try:
+        report = report_rows(config, request, sources, samples=samples, example=example)
+    except DataError as error:
+        told = (_as_options(error.subject), _as_options(error.evidence), _as_options(error.next_step))
+        raise DataError(told[0], evidence=told[1], next_step=told[2]) from error
     console = make_console()
     if as_json:
         print(json.dumps(report.as_json(), ensure_ascii=False))  # noqa: T201 - for programs: no wrapping, no styles
-        return
+        return not report.tally.bad
     for line in _counts(report, global_batch_size):
         console.print(line, soft_wrap=True)
     for shown in report.shown:
         _print_example(console, shown)
+    return not report.tally.bad
+
+
+def _as_options(text: str) -> str:
+    """A message about a recipe, with fields that are options here called so: ``--template chatml``."""
+    named = re.sub(r"\bdata\.(tokenizer|template|mask|packing)\b(?: =(?= ))?", r"--\1", text)
+    return re.sub(r"\btrain\.seq_len\b(?: =(?= ))?", "--seq-len", named)
 
 
 def _many(number: int, what: str) -> str:
@@ -81,7 +93,7 @@ def _counts(report: RowReport, global_batch_size: int) -> Iterator[Text]:
     if report.loose_markers:
         yield Text(
             f"{', '.join(report.loose_markers)}: no tokens of this tokenizer, so they are read as text, several tokens "
-            "each (data.template chooses another template)",
+            "each (--template chooses another template)",
             style="yellow",
         )
     share = report.learned / report.tokens if report.tokens else 0.0
