@@ -138,7 +138,6 @@ def test_a_model_that_is_not_here_is_told(folder: Path, command: Command) -> Non
 
 
 @pytest.mark.parametrize(
-@pytest.mark.parametrize(
     ("source", "processes", "rate"),
     [
         ("llamafactory-cli train x.yaml", 1, 1e-4),
@@ -173,6 +172,7 @@ def test_megatron_is_read_in_the_command(program: str, folder: Path, command: Co
     assert code == 0 and "rank = 0  # train_type: full (the default there)" in out and "lr = 1e-05" in out
 
 
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--from", "deepspeed", "x.yaml"), "--from deepspeed is unknown"),
@@ -182,13 +182,13 @@ def test_megatron_is_read_in_the_command(program: str, folder: Path, command: Co
         (("--from", "ms-swift", "swift sft --learning_rate much"), "learning_rate: much is no number"),
         (("--from", "ms-swift", "swift sft --learning_rate -1"), "optim.lr = -1"),
         (("--from", "llamafactory"), "needs a recipe"),
-    ],
         (("--from", "llamafactory", "x 'unclosed"), "a quote is not closed: 'unclosed"),
         (("--from", "llamafactory", "train x.yaml more.yaml"), "a run has one file of arguments"),
         (
             ("--from", "ms-swift", "swift sft --gradient_accumulation_steps $(expr 16 / $nproc_per_node)"),
             "--gradient_accumulation_steps: $(expr 16 / $nproc_per_node) is for the shell to compute",
         ),
+    ],
 )
 def test_bad_use_is_refused(arguments: tuple[str, ...], message: str, folder: Path, command: Command) -> None:
     code, out, err = command(*arguments)

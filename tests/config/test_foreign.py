@@ -140,6 +140,9 @@ def test_every_key_is_told_somewhere() -> None:
         ({"deepspeed": "ds_z2_offload_config.json"}, "parallel.offload", "optimizer"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "parallel.zero", 2),
         ({"fsdp": "full_shard auto_wrap"}, "parallel.zero", 3),
+        ({"fsdp": True}, "parallel.zero", 3),
+        ({"fsdp": ["shard_grad_op", "auto_wrap"]}, "parallel.zero", 2),
+        ({"fsdp": "no_shard"}, "parallel.zero", 0),
         ({"bf16": False, "fp16": True}, "train.precision", "bf16"),
         ({"bf16": True, "fp8": True}, "train.precision", "fp8"),
         ({"optim": "paged_adamw_8bit"}, "optim.name", "adamw8bit"),
@@ -179,6 +182,54 @@ def test_words_of_llamafactory(given: dict[str, Any], ours: str, value: Any) -> 
     assert found.fields[ours] == pytest.approx(value) if isinstance(value, float) else found.fields[ours] == value
     assert subjects(found) == []
     checked(found)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        ({"zero_optimization": {"stage": "auto"}}, {}),
+        ({"zero_optimization": {"stage": 5}}, {}),
+        ({"zero_optimization": [3]}, {}),
+        ({"zero_optimization": True}, {"parallel.zero": 1}),
+        ({"zero_optimization": False}, {"parallel.zero": 0}),
+        (
+            {"zero_optimization": {"stage": "2", "offload_optimizer": "cpu"}},
+            {"parallel.zero": 2, "parallel.offload": "optimizer"},
+        ),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}, {"parallel.zero": 2}),
+    ],
+)
+def test_what_deepspeeds_files_say(config: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plain.json").write_text(json.dumps(config))
+    for asked in (config, "plain.json"):
+        found = translate(LLAMAFACTORY, {"deepspeed": asked, "max_steps": 1}, folder=tmp_path)
+        sharded = {key: value for key, value in found.fields.items() if key in ("parallel.zero", "parallel.offload")}
+        assert sharded == fields and ("deepspeed" in ids(found, "warning")) == (not fields)
+
+
+def test_a_constant_rate_has_no_warm_up_there() -> None:
+    for given in ({"warmup_steps": 100}, {"warmup_ratio": 0.1}):
+        found = llamafactory(lr_scheduler_type="constant", max_steps=200, **given)
+        assert found.fields["optim.warmup_steps"] == 0 and "warmup" in ids(found, "warning")
+    found = llamafactory(lr_scheduler_type="constant_with_warmup", warmup_steps=100, max_steps=200)
+    assert found.fields["optim.warmup_steps"] == 100 and ids(found, "warning") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0 is below 1"),
+        ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps: -1 is below 1"),
+        ({"lr_scheduler_kwargs": {"min_lr": "abc"}}, "lr_scheduler_kwargs: min_lr: abc is no number"),
+        ({"lr_scheduler_kwargs": "{min_lr"}, "lr_scheduler_kwargs: {min_lr is no JSON"),
+        ({"lr_scheduler_kwargs": "[1]"}, "lr_scheduler_kwargs: [1] is no table"),
+    ],
+)
+def test_a_value_that_no_run_can_have_is_refused(given: dict[str, Any], message: str) -> None:
+    for system in SYSTEMS:
+        with pytest.raises(ConfigError) as caught:
+            translate(system, {"max_steps": 10, **given})
+        assert message in str(caught.value)
 
 
 def test_without_checkpointing_nothing_is_recomputed() -> None:
@@ -342,6 +393,14 @@ def test_megatron_swift_trains_all_weights_unless_told(command: str) -> None:
         (("--target_modules", "linear_qkv", "linear_proj"), "lora.targets", ("q_proj", "k_proj", "v_proj", "o_proj")),
         (("--quant_bits", "4", "--quant_method", "bnb"), "lora.base", "nf4"),
         (("--deepspeed", "zero3"), "parallel.zero", 3),
+        (("--fsdp", "fsdp2"), "parallel.zero", 3),
+        (("--fsdp", "full_shard", "auto_wrap"), "parallel.zero", 3),
+        (("--fsdp", "false"), "parallel.zero", 0),
+        (
+            ("--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", '{"min_lr": 1e-6}'),
+            "optim.min_lr",
+            1e-6,
+        ),
         (("--deepspeed", "zero2_offload"), "parallel.offload", "optimizer"),
         (("--attn_impl", "eager"), "train.attention_kernel", "reference"),
         (("--torch_dtype", "float32"), "train.precision", "fp32"),
@@ -394,11 +453,21 @@ def test_files_and_words_are_read(tmp_path: Path) -> None:
     }
 
 
+def test_yaml_merges_are_read_and_may_be_given_again(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {<<: *b, y: 4}\n<<: *b\ny: 5\n")
+    assert read_arguments_file(tmp_path / "x.yaml") == {
+        **{"x": 1, "y": 5, "a": {"x": 1, "y": 2}},
+        **{"b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 4}},
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("bf16: true\nstage: sft\nbf16: false\n", "bf16 is given twice, in lines 1 and 3"),
         ("a: [1,\n", "is not valid YAML"),
+        ("? [a, b]\n: 1\n", "the key in line 1 is no word"),
+        ("base: &a {x: 1}\nb: {<<: *a, y: 1, y: 2}\n", "y is given twice, in lines 2 and 2"),
         ("- 1\n- 2\n", "is no table of keys"),
         ("a: !!python/object/apply:os.system [ls]\n", "is not valid YAML"),
     ],

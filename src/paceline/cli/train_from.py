@@ -95,13 +95,13 @@ def _read(source: str, programs: Sequence[str]) -> _Read:
 
 
 def _read_script(text: str, programs: Sequence[str]) -> _Read:
-    from paceline.planner.launch_script import read_launch
-
     """A command of ``programs`` or behind a launcher: its file of arguments, then what its words say otherwise.
 
     Raises:
         ConfigError: there is none, a quote is not closed, the file cannot be read, or a value is left to the shell.
     """
+    from paceline.planner.launch_script import read_launch
+
     first = (text.split() or [""])[0]
     if first.startswith("--") or first.endswith(_FILES) or first in ("train", *_COMMANDS):
         text = f"{programs[0]} {text}"
@@ -128,8 +128,6 @@ def _read_script(text: str, programs: Sequence[str]) -> _Read:
     return _Read(given=given, folder=Path(), processes=world)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
 def _command(program: str, before: Sequence[str], programs: Sequence[str]) -> str:
     """``sft``, ``megatron pt``: which of ms-swift's trainings; empty where nothing says it."""
     if "swift" not in programs:
@@ -169,6 +167,8 @@ def _refuse_open_quotes(text: str) -> None:
                 at = end
 
 
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
     return int(text) if text.isdigit() and int(text) else 1
 
 

@@ -43,22 +43,19 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            """Before `<<` is worked out: what is merged may be given again."""
+            node = super().compose_mapping_node(anchor)
+            seen: dict[str, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if not isinstance(key, yaml.ScalarNode):
+                    raise yaml.YAMLError(f"the key in line {line} is no word")
+                if key.value in seen:
+                    raise yaml.YAMLError(f"{key.value} is given twice, in lines {seen[key.value]} and {line}")
+                seen[key.value] = line
+            return node
 
-    def construct(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = loader.construct_object(key_node, deep=deep)
-            if key in seen:
-                line = key_node.start_mark.line + 1
-                raise yaml.YAMLError(f"{key} is given twice, in lines {seen[key]} and {line}")
-            seen[key] = key_node.start_mark.line + 1
-        mapping: dict[Any, Any] = yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
-        return mapping
-
-    Loader.add_constructor(
-        yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: construct(loader, node, deep=True)
-    )
     return Loader
 
 

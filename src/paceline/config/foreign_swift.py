@@ -313,8 +313,8 @@ def _batch(draft: Draft) -> None:
     if not _is_megatron(draft):
         trainer.batch(draft)
         return
-    draft.put("train.micro_batch_size", draft.value("micro_batch_size", "whole", 1), "micro_batch_size")
-    draft.put("train.global_batch_size", draft.value("global_batch_size", "whole", 16), "global_batch_size")
+    draft.put("train.micro_batch_size", trainer.positive(draft, "micro_batch_size"), "micro_batch_size")
+    draft.put("train.global_batch_size", trainer.positive(draft, "global_batch_size", 16), "global_batch_size")
 
 
 def _learning_rate(draft: Draft) -> None:

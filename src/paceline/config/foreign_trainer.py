@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.config.foreign import Draft, Simple, Without, is_nothing
+from paceline.config.foreign import Draft, Kind, Simple, Without, converted, is_nothing
 from paceline.config.foreign_tuning import row_count
+from paceline.errors import ConfigError
 
 SIMPLE: Mapping[str, Simple] = {
     "output_dir": Simple(ours="run.dir"),
@@ -46,7 +47,7 @@ hub_strategy hub_token hub_private_repo gradient_checkpointing_kwargs skip_memor
 include_num_input_tokens_seen include_for_metrics local_rank tf32 data_seed per_device_eval_batch_size
 eval_accumulation_steps eval_on_start eval_delay bf16_full_eval fp16_full_eval eval_do_concat_batches
 average_tokens_across_devices use_liger_kernel enable_liger_kernel report_to use_cpu no_cuda debug
-prediction_loss_only dataloader_drop_last accelerator_config ignore_data_skip lr_scheduler_kwargs
+prediction_loss_only dataloader_drop_last accelerator_config ignore_data_skip
 torch_compile_backend torch_compile_mode batch_eval_metrics save_strategy eval_strategy evaluation_strategy
 trust_remote_code use_fast_tokenizer cache_dir model_revision low_cpu_mem_usage resume_from_checkpoint ray_scope
 """
@@ -78,14 +79,27 @@ _SCHEDULES = {
 }
 
 
+def positive(draft: Draft, name: str, default: int = 1) -> int:
+    """A number of 1 or more.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = int(draft.value(name, "whole", default))
+    if value < 1:
+        raise ConfigError(f"{name}: {value} is below 1", next_step=f"Give {name} a number of 1 or more.")
+    return value
+
+
 def batch(draft: Draft) -> None:
     """Sequences of a step: those of a device, times accumulation, times the processes that read different data."""
-    per_device = draft.value("per_device_train_batch_size", "whole", 1)
-    accumulation = draft.value("gradient_accumulation_steps", "whole")
-    if accumulation is None:
+    per_device = positive(draft, "per_device_train_batch_size")
+    if "gradient_accumulation_steps" in draft.system.defaults or draft.has("gradient_accumulation_steps"):
+        accumulation = positive(draft, "gradient_accumulation_steps")
+    else:
         # ms-swift: so many that a step has 16 sequences or more
         accumulation = max(1, math.ceil(16 / (per_device * draft.processes)))
-    degrees = math.prod(draft.fields.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
+    degrees = max(1, math.prod(draft.fields.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp")))
     readers = max(1, draft.processes // degrees)
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     draft.put("train.micro_batch_size", per_device, names[0])
@@ -147,19 +161,50 @@ def schedule(draft: Draft) -> None:
         )
         return
     draft.put("optim.schedule", _SCHEDULES[name], "lr_scheduler_type")
-    _warm_up(draft, ratio_counts=name != "constant")
-    options = draft.given.get("lr_scheduler_kwargs")
-    options = options if isinstance(options, Mapping) else {}
+    if name != "constant":
+        _warm_up(draft)
+    elif draft.value("warmup_steps", "number", 0.0) or draft.value("warmup_ratio", "number", 0.0):
+        draft.put("optim.warmup_steps", 0, said="lr_scheduler_type: constant has no warm-up there")
+        draft.find(
+            "warmup",
+            "warning",
+            "lr_scheduler_type: constant passes over the warm-up that is asked for",
+            "Transformers' constant rate begins at its full height, and so does this recipe: optim.warmup_steps = 0.",
+            "Set lr_scheduler_type: constant_with_warmup if it should rise.",
+        )
+    options = _schedule_options(draft)
     lr = draft.fields.get("optim.lr")
     if "min_lr" in options:
-        draft.put("optim.min_lr", float(options["min_lr"]), "lr_scheduler_kwargs")
+        draft.put("optim.min_lr", options["min_lr"], "lr_scheduler_kwargs")
     elif "min_lr_rate" in options and lr is not None:
-        draft.put("optim.min_lr", float(options["min_lr_rate"]) * lr, "lr_scheduler_kwargs")
+        draft.put("optim.min_lr", options["min_lr_rate"] * lr, "lr_scheduler_kwargs")
     if "num_decay_steps" in options:
-        draft.put("optim.decay_steps", int(options["num_decay_steps"]), "lr_scheduler_kwargs")
+        draft.put("optim.decay_steps", options["num_decay_steps"], "lr_scheduler_kwargs")
 
 
-def _warm_up(draft: Draft, *, ratio_counts: bool) -> None:
+def _schedule_options(draft: Draft) -> dict[str, Any]:
+    """`lr_scheduler_kwargs`: a table, or JSON text of one, as a command line has it.
+
+    Raises:
+        ConfigError: it is neither, or a value is no number.
+    """
+    name = "lr_scheduler_kwargs"
+    found = draft.given.get(name)
+    if is_nothing(found):
+        return {}
+    try:
+        options = found if isinstance(found, Mapping) else json.loads(str(found))
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}: {found} is no JSON", evidence=str(error), next_step=f"""Write {name}: '{{"min_lr": 1e-6}}'."""
+        ) from error
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{name}: {found} is no table", next_step=f"""Write {name}: '{{"min_lr": 1e-6}}'.""")
+    kinds: dict[str, Kind] = {"min_lr": "number", "min_lr_rate": "number", "num_decay_steps": "whole"}
+    return {key: converted(f"{name}: {key}", options[key], kind) for key, kind in kinds.items() if key in options}
+
+
+def _warm_up(draft: Draft) -> None:
     steps = draft.value("warmup_steps", "number", 0.0)
     ratio = draft.value("warmup_ratio", "number", 0.0)
     if 0 < steps < 1:  # Transformers 5: a number below 1 is a share
@@ -174,7 +219,7 @@ def _warm_up(draft: Draft, *, ratio_counts: bool) -> None:
         )
     if steps:
         draft.put("optim.warmup_steps", int(steps), "warmup_steps")
-    elif ratio and ratio_counts:
+    elif ratio:
         total = draft.fields.get("train.steps")
         if total is None:
             draft.find(
@@ -248,14 +293,17 @@ def precision(draft: Draft) -> None:
         )
 
 
+_FSDP_OFF = ("false", "no", "0")
+
+
 def sharding(draft: Draft) -> None:
     """DeepSpeed's stage and offload, from its file or the name of one, and FSDP's words."""
     asked, fsdp = draft.given.get("deepspeed"), draft.given.get("fsdp")
     if not is_nothing(asked) and not is_nothing(fsdp):
         draft.find("both", "error", "deepspeed and fsdp are both given", "One of them shards.", "Leave one out.")
     if not is_nothing(fsdp):
-        words = str(fsdp)
-        zero = 3 if "full_shard" in words or "hybrid" in words else 2 if "shard_grad_op" in words else 0
+        words = str(fsdp).lower()  # true and fsdp2 shard everything, as full_shard does
+        zero = 2 if "shard_grad_op" in words else 0 if words in _FSDP_OFF or "no_shard" in words else 3
         draft.put("parallel.zero", zero, "fsdp")
         if "offload" in words and zero == 3:
             draft.put("parallel.offload", "parameters", "fsdp")
@@ -266,8 +314,8 @@ def sharding(draft: Draft) -> None:
         draft.find(
             "deepspeed",
             "warning",
-            f"deepspeed: {asked} cannot be read",
-            "It is no file here, and its name says no stage.",
+            f"deepspeed: {asked} says no stage",
+            "It is no file here whose zero_optimization has a stage of 0 to 3, and its name says none.",
             "Set parallel.zero to its stage: 0 to 3.",
         )
         return
@@ -282,17 +330,23 @@ def _deepspeed(asked: Any, folder: Path) -> tuple[int, str] | None:
     config = asked if isinstance(asked, Mapping) else _read(folder / str(asked)) or _read(Path(str(asked)))
     if config is not None:
         zero = config.get("zero_optimization") or {}
+        if zero is True:  # an old spelling of stage 1
+            return 1, "none"
+        if not isinstance(zero, Mapping) or str(zero.get("stage", 0)) not in ("0", "1", "2", "3"):
+            return None
         stage = int(zero.get("stage", 0))
-        held = {
-            name: (zero.get(f"offload_{name}") or {}).get("device", "none") not in ("none", None)
-            for name in ("param", "optimizer")
-        }
+        held = {name: _is_offloaded(zero.get(f"offload_{name}")) for name in ("param", "optimizer")}
         return stage, "parameters" if held["param"] and stage == 3 else "optimizer" if held["optimizer"] else "none"
     words = Path(str(asked)).stem.lower()
     stage = next((int(digit) for digit in "0123" if f"zero{digit}" in words or f"z{digit}" in words), -1)
     if stage < 0:
         return None
     return stage, "none" if "offload" not in words else "parameters" if stage == 3 else "optimizer"
+
+
+def _is_offloaded(asked: Any) -> bool:
+    """A table with a device, or the device alone."""
+    return (asked.get("device") if isinstance(asked, Mapping) else asked) not in (None, False, "none", "")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -306,7 +360,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 RULES: tuple[tuple[frozenset[str], Callable[[Draft], None]], ...] = (
     (frozenset(("per_device_train_batch_size", "gradient_accumulation_steps")), batch),
     (frozenset(("num_train_epochs", "max_steps")), lambda draft: length(draft, row_count(draft))),
-    (frozenset(("lr_scheduler_type", "warmup_ratio", "warmup_steps")), schedule),
+    (frozenset(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps")), schedule),
     (frozenset(("adam_beta1", "adam_beta2")), moments),
     (frozenset(("save_steps", "eval_steps", "do_eval")), intervals),
     (frozenset(("bf16", "fp16", "pure_bf16")), precision),
