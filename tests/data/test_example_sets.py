@@ -185,6 +185,31 @@ def test_epochs_name_the_steps_that_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.steps asks for 4 epochs, data\.epochs = 2") as error:
         build(train=path, packing="none", epochs=2, samples=200)
     assert error.value.next_step == "Set train.steps = 25."
+    build(train=path, packing="none", epochs=0.5, samples=28)
+    with pytest.raises(ConfigError, match=r"asks for 0\.64 epochs") as error:
+        build(train=path, packing="none", epochs=0.5, samples=32)
+    assert error.value.next_step == "Set train.steps = 7: steps are whole, so this reads 0.56 epochs."
+
+
+def test_epochs_of_a_blend_are_those_of_the_source_that_is_read_most_often(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", [chat(f"a{i}") for i in range(12)])
+    b = write(tmp_path / "b.jsonl", [chat(f"b{i}") for i in range(6)])
+    options: dict[str, Any] = {"train": [{"path": a}, {"path": b, "weight": 3}], "packing": "none", "batch": 4}
+    data = build(**options, epochs=1, samples=8)
+    assert [report.epochs for report in data.reports] == [2 / 12, 1.0]
+    with pytest.raises(ConfigError) as error:
+        build(**options, epochs=1, samples=160)
+    assert error.value.subject == f"train.steps asks for 20 epochs of {b}, data.epochs = 1"
+    assert (
+        "6 sequences" in error.value.evidence and "global_batch_size = 4, 75.0% of them from it" in error.value.evidence
+    )
+    assert error.value.next_step == "Set train.steps = 2."
+    many = [{"path": b, "weight": 1 / (3 * n)} for n in range(1, 5)]
+    for epochs in range(1, 30):
+        with pytest.raises(ConfigError) as error:
+            build(**{**options, "train": many}, epochs=epochs, samples=10_000)
+        steps = int(error.value.next_step.split("=")[1].split(":")[0].strip(" ."))
+        build(**{**options, "train": many}, epochs=epochs, samples=4 * steps)
 
 
 def test_identity_is_what_decides_the_rows(tmp_path: Path) -> None:

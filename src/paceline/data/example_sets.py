@@ -23,6 +23,9 @@ from paceline.data.mixture import Mixture, blend_order, blend_sizes, normalized
 from paceline.data.sources import SampleSource
 from paceline.errors import ConfigError, DataError
 
+ROUNDING = 1e-9
+"""What shares of a blend, which are not exact, may miss of a whole step."""
+
 
 def build_row_datasets(config: DataConfig, request: RowRequest, *, train_samples: int) -> Datasets:
     """Opens, encodes and checks everything before the first step.
@@ -94,7 +97,7 @@ class _Builder:
         else:
             data, sources, reports = self._blend(name, opened, members, weights, samples)
         if name == "train":
-            self._check_epochs(sources, samples or 0)
+            self._check_epochs(sources, reports, samples or 0)
         return Split(
             source=data,
             identity=self._identity(opened, name, part),
@@ -178,18 +181,28 @@ class _Builder:
             made.num_documents = widest
         return Mixture(sources, ids, places), sources, reports
 
-    def _check_epochs(self, sources: list[ExampleRows], samples: int) -> None:
+    def _check_epochs(self, sources: list[ExampleRows], reports: list[SourceReport], samples: int) -> None:
+        """Of a blend, the source that is read most often counts."""
         epochs, batch = self.config.epochs, self.request.global_batch_size
-        if not epochs or len(sources) > 1:
+        if not epochs:
             return
-        rows = sources[0].rows_an_epoch
-        fitting = math.ceil(epochs * rows / batch)
-        if samples > fitting * batch:
-            raise ConfigError(
-                f"train.steps asks for {samples / rows:.3g} epochs, data.epochs = {epochs:g}",
-                evidence=f"An epoch has {rows:,} sequences; a step takes train.global_batch_size = {batch:,}.",
-                next_step=f"Set train.steps = {fitting:,}".replace(",", "") + ".",
-            )
+        # samples of the whole run in an epoch of each source
+        spans = [source.rows_an_epoch / report.weight for source, report in zip(sources, reports, strict=True)]
+        most = min(range(len(spans)), key=spans.__getitem__)
+        fitting = max(1, math.ceil(epochs * spans[most] / batch - ROUNDING))
+        if samples <= fitting * batch:
+            return
+        blended = len(sources) > 1
+        of = f" of {reports[most].path}" if blended else ""
+        share = f", {reports[most].weight:.1%} of them from it" if blended else ""
+        read = fitting * batch / spans[most]
+        whole = f": steps are whole, so this reads {read:.3g} epochs" if read > epochs * (1 + ROUNDING) else ""
+        raise ConfigError(
+            f"train.steps asks for {samples / spans[most]:.3g} epochs{of}, data.epochs = {epochs:g}",
+            evidence=f"An epoch{of} has {sources[most].rows_an_epoch:,} sequences; a step takes "
+            f"train.global_batch_size = {batch:,}{share}.",
+            next_step=f"Set train.steps = {fitting}{whole}.",
+        )
 
     def _identity(self, opened: OpenedRows, name: str, part: int | None) -> str:
         """Hash of all that decides which row comes when; not the length of the run."""
