@@ -21,6 +21,7 @@ from paceline.errors import CheckpointError
 from paceline.models.init import WeightInit
 from paceline.runtime.process import ProcessInfo
 from paceline.training.reference import FrozenCopy
+from paceline.training.reference_cache import _arithmetic
 from paceline.training.setup import build_parts
 from paceline.training.start_weights import load_reference
 from tests.training import runs
@@ -83,6 +84,51 @@ def test_adapters_are_switched_off_for_the_reference(pairs: str, tmp_path: Path)
     assert beside[4] is not None and beside[4] < 0.9 * math.log(2)
     kept = runs.losses(runs.alone(recipe(tmp_path / "kept", pairs, *lora, "task.precompute_reference=true")))
     assert kept == pytest.approx(beside, abs=1e-5)
+
+
+def test_a_base_in_fewer_bits_has_a_file_of_its_own(pairs: str, tmp_path: Path) -> None:
+    """The file of the base in bf16 is not what the model in NF4 says: the first loss is of two equal models."""
+    wide = ("model.hidden_size=64", "model.ffn_size=64", "lora.rank=4", "task.precompute_reference=true")
+    for number, base in enumerate(("bf16", "nf4", "bf16")):
+        folder = tmp_path / f"run{number}"
+        run = recipe(folder, pairs, *wide, f"data.cache_dir={tmp_path}", f"lora.base={base}", steps=1)
+        found = runs.losses(runs.alone(run))
+        assert found[1] == pytest.approx(math.log(2), abs=1e-6), base
+    assert len(list(tmp_path.glob("*-reference.npy"))) == 4, "training and held-out samples, of two models"
+
+
+FP8 = ("train.precision=fp8",)
+LORA = ("lora.rank=4",)
+
+
+@pytest.mark.parametrize(
+    ("sets", "more", "is_same"),
+    [
+        ((), LORA, True),
+        ((), ("parallel.tp=2",), True),
+        ((), ("train.micro_batch_size=2",), True),
+        ((), ("train.fp8_scaling=rowwise",), True),
+        ((), ("train.precision=bf16",), False),
+        ((), FP8, False),
+        (LORA, ("lora.base=nf4",), False),
+        ((*LORA, "lora.base=nf4"), ("parallel.tp=2",), False),
+        ((*LORA, "lora.base=nf4"), ("train.micro_batch_size=2",), True),
+        ((*LORA, *FP8), ("lora.base=fp8",), False),
+        (FP8, ("train.fp8_scaling=rowwise",), False),
+        (FP8, ("train.fp8_skip_layers=[0]",), False),
+        (FP8, ("train.fp8_skip_linears=down_proj",), False),
+        (FP8, ("train.fp8_head=true",), False),
+        (FP8, ("parallel.tp=2",), False),
+        (FP8, ("train.micro_batch_size=2",), False),
+        ((*FP8, "train.fp8_scaling=rowwise"), ("train.micro_batch_size=2",), True),
+        (FP8, ("train.fp8_weight_cache=false",), True),
+    ],
+)
+def test_a_file_is_named_after_how_numbers_are_rounded(
+    sets: tuple[str, ...], more: tuple[str, ...], is_same: bool, pairs: str
+) -> None:
+    one, other = (resolve({}, recipe(Path("unused"), pairs, *sets, *end)).config for end in ((), more))
+    assert (_arithmetic(one) == _arithmetic(other)) is is_same
 
 
 def test_another_run_can_be_the_reference(pairs: str, tmp_path: Path) -> None:

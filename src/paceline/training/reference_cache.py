@@ -2,7 +2,8 @@
 
 While they are computed the trained model itself has the reference's weights, so there is no second model at any time.
 A file is named after all that decides its numbers: the samples in their order, the reference's weights, the network
-and its precision. A run that goes on, or another one on the same samples, takes it as it is.
+and how it rounds (precision, fp8 settings, frozen weights in fewer bits). A run that goes on, or another one on the
+same samples, takes it as it is.
 
 Dims: N samples of a split in the order of their use, D documents of a row.
 """
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 from paceline.checkpoint.adapters import fingerprint
 from paceline.checkpoint.ranks import Ranks
 from paceline.config.plugins import Registry
+from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.data.build import Datasets, Split
 from paceline.data.index_cache import store_array
@@ -41,6 +44,9 @@ from paceline.training.setup import Parts
 from paceline.training.start_weights import fill_from, open_start, reference_path
 
 log = logging.getLogger(__name__)
+
+_SAME_NUMBERS = frozenset({"fp8_weight_cache", "fp8_weights_only"})
+"""Of `train.fp8_...`: what decides when weights are cast, not what they become."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ class ReferenceCache:
             "reference": identity,
             "model": config.model.model_dump(mode="json", exclude={"preset", "init_from"}),
             "task": config.task.kind,
-            "precision": config.train.precision,
+            "arithmetic": _arithmetic(config),
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self._folder / f"{digest[:24]}-reference.npy"
@@ -190,6 +196,26 @@ class ReferenceCache:
             prefetch=config.data.prefetch,
             at_end="pad",
         )
+
+
+def _arithmetic(config: RunConfig) -> dict[str, Any]:
+    """All of a recipe that decides how numbers are rounded.
+
+    What is cast to few bits shares scales, over a rank's part of a matrix or of a batch: then how these are cut counts
+    too. All else differs by the order of sums alone, in any layout.
+    """
+    train, lora, parallel = config.train, config.lora, config.parallel
+    found: dict[str, Any] = {"precision": train.precision, "base": lora.base if lora.on else "bf16"}
+    if train.precision == "fp8":
+        fields = {name for name in type(train).model_fields if name.startswith("fp8_")} - _SAME_NUMBERS
+        found |= train.model_dump(mode="json", include=fields)
+        if train.fp8_experts:
+            found |= {"expert_kernels": parallel.expert_kernels, "ep": parallel.ep, "etp": parallel.etp}
+        if train.fp8_scaling == "tensorwise":
+            found |= {"micro_batch_size": train.micro_batch_size, "cp": parallel.cp}
+    if train.precision == "fp8" or found["base"] != "bf16":
+        found["tp"] = parallel.tp
+    return found
 
 
 def _has_it(split: Split) -> bool:
