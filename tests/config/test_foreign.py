@@ -175,6 +175,9 @@ def test_every_key_is_told_somewhere() -> None:
         ),
         ({"eval_strategy": "steps", "eval_steps": 50}, "train.eval_interval", 50),
         ({"max_steps": 100, "save_steps": 0.25}, "checkpoint.interval", 25),
+        ({"max_steps": 100, "logging_steps": 0.1}, "observe.log_interval", 10),
+        ({"logging_steps": 5, "logging_strategy": "steps"}, "observe.log_interval", 5),
+        ({"lora_target": "ALL"}, "lora.targets", ("all-linear",)),
     ],
 )
 def test_words_of_llamafactory(given: dict[str, Any], ours: str, value: Any) -> None:
@@ -222,6 +225,9 @@ def test_a_constant_rate_has_no_warm_up_there() -> None:
         ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps: -1 is below 1"),
         ({"lr_scheduler_kwargs": {"min_lr": "abc"}}, "lr_scheduler_kwargs: min_lr: abc is no number"),
         ({"lr_scheduler_kwargs": "{min_lr"}, "lr_scheduler_kwargs: {min_lr is no JSON"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio: 1.5 is no share of the steps"),
+        ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs: 0 is not above 0"),
+        ({"max_steps": 0, "num_train_epochs": -1}, "num_train_epochs: -1 is not above 0"),
         ({"lr_scheduler_kwargs": "[1]"}, "lr_scheduler_kwargs: [1] is no table"),
     ],
 )
@@ -264,6 +270,10 @@ def test_a_batch_counts_the_processes_that_read_different_data() -> None:
         ({"optim": "lion_8bit"}, "optim: lion_8bit has no counterpart"),
         ({"train_from_scratch": True}, "train_from_scratch: true has no counterpart"),
         ({"pref_ftx": 0.1}, "pref_ftx: 0.1 has no counterpart"),
+        ({"use_galore": True, "galore_rank": 8}, "galore_rank: 8 has no counterpart"),
+        ({"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 0.5}, "simpo_gamma: 0.5 has no counterpart"),
+        ({"learning-rate": 1, "learning_rate": 2}, "learning-rate: 1 and learning_rate: 2 are both given"),
+        ({"save_steps": 0}, "save_steps: 0 is not above 0"),
         ({"train_on_prompt": True, "mask_history": True}, "train_on_prompt and mask_history are both true"),
         ({"packing": False, "neat_packing": True}, "neat_packing: true with packing: false"),
         ({"val_size": 0.1, "eval_dataset": "b"}, "val_size and eval_dataset are both given"),
@@ -302,6 +312,28 @@ def test_a_template_that_is_not_built_in_is_the_tokenizers_own() -> None:
 def test_keys_that_ask_for_nothing_are_not_told() -> None:
     found = llamafactory(use_galore=False, rope_scaling=None, deepspeed=None, neftune_noise_alpha=None, max_steps=1)
     assert ids(found, "error", "warning") == []
+
+
+def test_keys_of_what_is_off_are_told_in_a_note() -> None:
+    off = {"pref_ftx": 0, "galore_rank": 16, "simpo_gamma": 0.5, "pref_bco_weight": 0.0, "loraplus_lr_ratio": "0.0"}
+    found = llamafactory(max_steps=1, **off)
+    assert ids(found, "error", "warning") == []
+    assert found.findings[-1].subject.endswith(": galore_rank, simpo_gamma")
+    assert ids(swift("--max_steps", "1", "--max_length", "8", "--simpo_gamma", "1", "--cpo_alpha", "1"), "error") == []
+
+
+def test_shares_of_steps_that_are_not_known_are_told() -> None:
+    found = llamafactory(logging_steps=0.1, save_steps=0.5)
+    assert ids(found, "warning").count("interval") == 2 and "observe.log_interval" not in found.fields
+
+
+def test_two_names_of_one_key_are_told_where_they_differ() -> None:
+    assert "lr: 1 and learning_rate: 2 are both given" in subjects(swift("--lr", "1", "--learning_rate", "2"))
+    assert subjects(swift("--lr", "2", "--learning_rate", "2")) == []
+
+
+def test_a_type_that_no_weights_are_trained_in() -> None:
+    assert "torch_dtype: int8 has no counterpart" in subjects(swift("--torch_dtype", "int8"))
 
 
 def test_a_value_of_another_kind_is_refused() -> None:
@@ -408,6 +440,8 @@ def test_megatron_swift_trains_all_weights_unless_told(command: str) -> None:
         (("--model_id_or_path", "x"), "model.init_from", "x"),
         (("--loss_scale", "last_round"), "data.mask", "last"),
         (("--packing", "true"), "data.packing", "pack"),
+        (("--lora_target_modules", "ALL"), "lora.targets", ("all-linear",)),
+        (("--torch_dtype", "fp32"), "train.precision", "fp32"),
         (("--truncation_strategy", "left"), "data.too_long", "truncate"),
         (("--strict", "true"), "data.bad_rows", "refuse"),
         (("--split_dataset_ratio", "0.05"), "data.split", "95,5,0"),

@@ -49,6 +49,8 @@ class Without:
     severity: Severity = "warning"
     off: tuple[Any, ...] = ()
     """Values that ask for what happens anyway, beside `NOTHING`."""
+    only_with: tuple[str, str] | None = None
+    """(key, value): it is read there only beside these, and otherwise asks for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +192,9 @@ def translate(
     Raises:
         ConfigError: a value is not of its key's kind.
     """
-    named = {system.also_called.get(_plain(name), _plain(name)): value for name, value in given.items()}
+    named, contradictions = _by_one_name(system, given)
     draft = Draft(system, named, processes=processes, folder=folder, count_rows=count_rows, longest=longest)
+    draft.findings += contradictions
     unknown = [name for name in named if name not in system.known]
     for name, simple in system.simple.items():
         if draft.value(name, "text") is not None:
@@ -202,6 +205,27 @@ def translate(
     _tell_unknown(draft, unknown)
     _tell_passive(draft)
     return Translation(system=system, fields=draft.fields, origins=draft.origins, findings=tuple(draft.findings))
+
+
+def _by_one_name(system: System, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+    """What is given under the tables' names, and where two names of one key say different things."""
+    named: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    findings = []
+    for name, value in given.items():
+        key = system.also_called.get(_plain(name), _plain(name))
+        if key in named and named[key] != value:
+            findings.append(
+                Finding(
+                    id="config.from-both",
+                    severity="error",
+                    subject=f"{origin[key]}: {_shown(named[key])} and {name}: {_shown(value)} are both given",
+                    evidence="They are names of one key; the recipe has the last.",
+                    next_step="Leave one out.",
+                )
+            )
+        named[key], origin[key] = value, name
+    return named, findings
 
 
 def _told(name: str, theirs: Any, ours: Any) -> str:
@@ -236,6 +260,8 @@ def _tell_without(draft: Draft) -> None:
         value = draft.given.get(name)
         if is_nothing(value) or value in without.off or str(value).lower() in map(str, without.off):
             continue
+        if _is_idle(draft, without):
+            continue
         other = without.severity == "error"
         draft.find(
             "without-counterpart",
@@ -244,6 +270,13 @@ def _tell_without(draft: Draft) -> None:
             without.reason,
             f"Leave {name} out" + (": what would be trained is another thing." if other else " if you can do without."),
         )
+
+
+def _is_idle(draft: Draft, without: Without) -> bool:
+    if without.only_with is None:
+        return False
+    key, value = without.only_with
+    return str(draft.given.get(key)).lower() != value
 
 
 def _tell_unknown(draft: Draft, unknown: Iterable[str]) -> None:
@@ -259,7 +292,8 @@ def _tell_unknown(draft: Draft, unknown: Iterable[str]) -> None:
 
 
 def _tell_passive(draft: Draft) -> None:
-    names = [name for name in draft.given if name in draft.system.passive]
+    idle = {name for name, without in draft.system.without.items() if _is_idle(draft, without)}
+    names = [name for name in draft.given if name in draft.system.passive or (name in idle and draft.has(name))]
     if names:
         draft.find(
             "passive",

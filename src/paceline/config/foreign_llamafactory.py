@@ -83,8 +83,8 @@ _WITHOUT: Mapping[str, Without] = {
     "freeze_trainable_modules": Without(reason="All weights are trained, or adapters.", severity="error"),
     "ref_model_adapters": Without(reason="Merge them into the reference first.", severity="error"),
     "ref_model_quantization_bit": Without(reason="The reference is read in the precision of training."),
-    "simpo_gamma": Without(reason="There is no SimPO.", severity="error"),
-    "pref_bco_weight": Without(reason="There is no BCO.", severity="error"),
+    "simpo_gamma": Without(reason="There is no SimPO.", severity="error", only_with=("pref_loss", "simpo")),
+    "pref_bco_weight": Without(reason="There is no BCO.", severity="error", off=(0, 0.0)),
     "reward_model": Without(reason="There is no PPO.", severity="error"),
     "virtual_pipeline_model_parallel_size": Without(
         reason="parallel.stages_per_rank with parallel.pipeline_schedule = 'interleaved_1f1b' is its counterpart.",

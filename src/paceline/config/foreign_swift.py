@@ -134,8 +134,8 @@ _WITHOUT: Mapping[str, Without] = {
     "init_weights": Without(reason="Adapters begin at zero.", severity="error", off=(True, "true", "gaussian")),
     "ref_adapters": Without(reason="Merge them into the reference first.", severity="error"),
     "ref_load": Without(reason="task.reference names a Hugging Face folder, a run or a checkpoint.", severity="error"),
-    "simpo_gamma": Without(reason="There is no SimPO.", severity="error"),
-    "cpo_alpha": Without(reason="There is no CPO.", severity="error"),
+    "simpo_gamma": Without(reason="There is no SimPO.", severity="error", only_with=("rlhf_type", "simpo")),
+    "cpo_alpha": Without(reason="There is no CPO.", severity="error", only_with=("rlhf_type", "cpo")),
     "reward_model": Without(reason="There is no PPO.", severity="error"),
     "reward_funcs": Without(reason="There is no GRPO.", severity="error"),
     "num_labels": Without(reason="There are no classifiers.", severity="error"),
@@ -196,11 +196,26 @@ def _task(draft: Draft) -> None:
         draft.put("task.beta", draft.value("beta", "number", 0.1), "beta")
 
 
+_PRECISIONS = {
+    **dict.fromkeys(("bfloat16", "bf16", "auto"), "bf16"),
+    **dict.fromkeys(("float16", "fp16"), "fp16"),
+    **dict.fromkeys(("float32", "fp32"), "fp32"),
+}
+
+
 def _precision(draft: Draft) -> None:
     dtype = draft.value("torch_dtype", "text", "bfloat16")
     fp8 = draft.value("fp8_format", "text")
-    words = {"bfloat16": "bf16", "bf16": "bf16", "auto": "bf16", "float16": "fp16", "fp16": "fp16"}
-    name = words.get(dtype, "fp32")
+    if dtype not in _PRECISIONS:
+        draft.find(
+            "value",
+            "error",
+            f"torch_dtype: {dtype} has no counterpart",
+            f"There are {', '.join(_PRECISIONS)}.",
+            "Choose one of these.",
+        )
+        return
+    name = _PRECISIONS[dtype]
     # as the Trainer's own words, which may be given too
     known = draft.given.get("bf16") is not None or draft.given.get("fp16") is not None
     if not known:

@@ -24,7 +24,6 @@ SIMPLE: Mapping[str, Simple] = {
     "weight_decay": Simple(ours="optim.weight_decay", kind="number"),
     "adam_epsilon": Simple(ours="optim.eps", kind="number"),
     "max_grad_norm": Simple(ours="optim.grad_clip", kind="number"),
-    "logging_steps": Simple(ours="observe.log_interval", kind="whole"),
     "save_total_limit": Simple(ours="checkpoint.keep", kind="whole"),
     "torch_compile": Simple(ours="parallel.compile", kind="truth"),
     "optim": Simple(
@@ -204,6 +203,24 @@ def _schedule_options(draft: Draft) -> dict[str, Any]:
     return {key: converted(f"{name}: {key}", options[key], kind) for key, kind in kinds.items() if key in options}
 
 
+def duration(draft: Draft) -> None:
+    """That a run has a length, where it is given in epochs, and a warm-up no more than it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if draft.value("max_steps", "whole", -1) <= 0 and (epochs := draft.value("num_train_epochs", "number", 3.0)) <= 0:
+        raise ConfigError(
+            f"num_train_epochs: {epochs:g} is not above 0", next_step="Give it a number above 0, or give max_steps."
+        )
+    ratio = draft.value("warmup_ratio", "number", 0.0)
+    if not 0 <= ratio <= 1:
+        raise ConfigError(
+            f"warmup_ratio: {ratio:g} is no share of the steps",
+            next_step="Give a number from 0 to 1, or a number of steps as warmup_steps.",
+        )
+
+
 def _warm_up(draft: Draft) -> None:
     steps = draft.value("warmup_steps", "number", 0.0)
     ratio = draft.value("warmup_ratio", "number", 0.0)
@@ -241,10 +258,11 @@ def moments(draft: Draft) -> None:
 
 
 def intervals(draft: Draft) -> None:
-    """When to save and to evaluate: in steps; epochs are told."""
+    """When to save, to evaluate and to log: in steps, or as a share of them; epochs are told."""
     for name, unit, ours in (
         ("save_steps", "save_strategy", "checkpoint.interval"),
         ("eval_steps", "eval_strategy", "train.eval_interval"),
+        ("logging_steps", "logging_strategy", "observe.log_interval"),
     ):
         strategy = str(draft.given.get(unit, draft.given.get(unit.replace("eval", "evaluation"), "steps")))
         if strategy == "no":
@@ -259,8 +277,25 @@ def intervals(draft: Draft) -> None:
             )
         elif draft.has(name):
             value = draft.value(name, "number")
+            if value <= 0:
+                draft.find(
+                    "value",
+                    "error",
+                    f"{name}: {value:g} is not above 0",
+                    "It is a number of steps, or a share of them.",
+                    f"Give such a number, or {unit}: no.",
+                )
+                continue
             if value < 1:
                 total = draft.fields.get("train.steps")
+                if total is None:
+                    draft.find(
+                        "interval",
+                        "warning",
+                        f"{name}: {value:g} is a share of steps that are not known yet",
+                        "A recipe counts steps.",
+                        f"Set {ours} to {value:g} x train.steps.",
+                    )
                 value = 0 if total is None else max(1, round(value * total))
             if value:
                 draft.put(ours, int(value), name)
@@ -359,10 +394,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 RULES: tuple[tuple[frozenset[str], Callable[[Draft], None]], ...] = (
     (frozenset(("per_device_train_batch_size", "gradient_accumulation_steps")), batch),
+    (frozenset(("num_train_epochs", "max_steps", "warmup_ratio")), duration),
     (frozenset(("num_train_epochs", "max_steps")), lambda draft: length(draft, row_count(draft))),
     (frozenset(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps")), schedule),
     (frozenset(("adam_beta1", "adam_beta2")), moments),
-    (frozenset(("save_steps", "eval_steps", "do_eval")), intervals),
+    (frozenset(("save_steps", "eval_steps", "logging_steps", "do_eval")), intervals),
     (frozenset(("bf16", "fp16", "pure_bf16")), precision),
 )
 """In this order, after the rules that set `parallel` and `data`; `sharding` is one of those."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.config.foreign import Draft, Without, is_nothing
 
@@ -30,10 +31,19 @@ _JOINED: Mapping[str, tuple[str, ...]] = {
 }
 """Several of ours in one matrix of theirs."""
 
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("pref_ftx", "rpo_alpha", "loraplus_lr_ratio", "lorap_lr_ratio"), (0, 0.0)),
+    "ld_alpha": (1, 1.0),
+}
+_ONLY_WITH: Mapping[str, tuple[str, str]] = {
+    **{f"galore_{name}": ("use_galore", "true") for name in ("rank", "target", "update_interval", "scale")},
+    "llamapro_num_new_blocks": ("use_llama_pro", "true"),
+}
+
 WITHOUT: Mapping[str, Without] = {
-    name: Without(reason=reason, severity="error")
+    name: Without(reason=reason, severity="error", off=_OFF.get(name, ()), only_with=_ONLY_WITH.get(name))
     for names, reason in (
-        ("use_galore galore_rank galore_target", "Gradients are not projected (GaLore)."),
+        ("use_galore galore_rank galore_target galore_update_interval galore_scale", "Gradients are not projected."),
         ("use_apollo use_badam", "There are AdamW, AdamW with 8-bit moments and Muon."),
         ("use_adam_mini", "There are AdamW, AdamW with 8-bit moments and Muon."),
         ("pissa_init init_lora_weights_pissa", "Adapters begin at zero: PiSSA changes the frozen weights too."),
@@ -133,7 +143,7 @@ def adapters(draft: Draft, words: AdapterWords) -> None:
 
 def _targets(draft: Draft, words: AdapterWords) -> None:
     asked = draft.value(words.targets, "names", ("all",))
-    if any(name in words.everything for name in asked):
+    if any(name.lower() in words.everything for name in asked):
         draft.put("lora.targets", ("all-linear",), words.targets)
         return
     found: dict[str, None] = {}
