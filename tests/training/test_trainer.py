@@ -77,25 +77,40 @@ def test_tokens_per_second_are_tokens_over_time_whatever_the_accumulation(data: 
 # ---- case 72: dropout
 
 
-def _local_losses(rank: int, world_size: int, dropout: float) -> list[float]:
-    """Losses of this rank on micro-batches that are the same on all ranks and all the same, in two steps."""
-    config = config_of(Job(sets=(f"model.dropout={dropout}", "optim.lr=1e-12"), micro=2))
+ADAPTERS = ("lora.rank=4", "lora.dropout=0.3")
+
+
+def _local_losses(rank: int, world_size: int, sets: Sequence[str]) -> list[float]:
+    """Losses of this rank on micro-batches that are the same on all ranks and all the same, in steps 1, 2 and 1."""
+    config = config_of(Job(sets=(*sets, "optim.lr=1e-12"), micro=2))
     info = ProcessInfo(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
     parts = build_parts(config, resolve({}).registry, info, torch.device("cpu"))
+    for name, value in parts.engine.weights().items():
+        for piece in value.pieces if name.endswith("lora_b") else ():
+            piece.tensor.fill_(0.1)  # zero as it begins: nothing would be seen of the adapters
+    parts.engine.publish_weights()
     parts.step.train()
     batch = global_batch(1, "none")
     losses: list[float] = []
-    for number in (1, 2):
+    for number in (1, 2, 1):
         count = config.train.global_batch_size // (2 * world_size)
         losses += [float(loss) for loss in parts.step.rerun(number, [batch] * count)]
         parts.engine.zero_gradients()
     return losses
 
 
-def test_dropout_differs_over_ranks_micro_batches_and_steps() -> None:
-    dropped = [loss for losses in on_ranks(_local_losses, 2, 0.3) for loss in losses]
+@pytest.mark.parametrize("sets", [("model.dropout=0.3",), ADAPTERS], ids=["model", "adapters"])
+def test_dropout_differs_over_ranks_micro_batches_and_steps(sets: Sequence[str]) -> None:
+    """And a step that runs again drops the same: masks go by position, not by what was drawn before."""
+    found = on_ranks(_local_losses, 2, sets)
+    dropped = [loss for losses in found for loss in losses[:4]]
     assert len(dropped) == 8 and len(set(dropped)) == 8
-    assert len({loss for losses in on_ranks(_local_losses, 2, 0.0) for loss in losses}) == 1
+    assert all(losses[4:] == losses[:2] for losses in found)
+
+
+def test_without_dropout_nothing_differs() -> None:
+    found = on_ranks(_local_losses, 2, ("model.dropout=0.0",))
+    assert len({loss for losses in found for loss in losses}) == 1
 
 
 def _runs(rank: int, world_size: int, recipes: Sequence[tuple[Sequence[str], int]]) -> list[dict[int, float | None]]:
@@ -117,6 +132,7 @@ def test_a_resumed_run_draws_the_same_dropout(data: str, tmp_path: Path) -> None
         ),
         "biased": ("model.num_experts=4", "model.top_k=2", "model.moe.bias_balance=true", "model.moe.score=sigmoid"),
         "two tokens": ("model.mtp_layers=1", "model.dropout=0.1"),
+        "adapters": (*ADAPTERS, "optim.lr=0.05"),
     }
     jobs: list[tuple[Sequence[str], int]] = []
     for name, sets in shapes.items():
@@ -130,6 +146,17 @@ def test_a_resumed_run_draws_the_same_dropout(data: str, tmp_path: Path) -> None
         assert resumed == straight, name
         first, last = straight[1], straight[8]
         assert first is not None and last is not None and last < first
+
+
+def test_adapters_drop_alike_however_state_is_spread(data: str, tmp_path: Path) -> None:
+    """Masks go by position: sharding what learns, on the same ranks, moves losses by the order of sums alone."""
+    sets = (*ADAPTERS, "optim.lr=0.05")
+    layouts = ("parallel.zero=0", "parallel.zero=1", "parallel.zero=3")
+    jobs = [(runs.tiny(tmp_path / layout, data, *sets, layout, steps=4), 0) for layout in layouts]
+    whole, *others = on_ranks(_runs, 2, [*jobs, (runs.tiny(tmp_path / "none", data, *sets[::2], steps=4), 0)])[0]
+    assert others[:2] == [pytest.approx(whole, abs=1e-5)] * 2
+    undropped = others[2][4]
+    assert undropped is not None and whole[4] is not None and abs(undropped - whole[4]) > 1e-4, "dropout does something"
 
 
 def test_opening_data_does_not_move_the_global_generators(data: str) -> None:

@@ -90,6 +90,7 @@ class TrainStep:
                 model_config.attention_dropout,
                 model_config.moe.jitter,
                 model_config.moe.expert_dropout,
+                config.lora.on and config.lora.dropout,
             )
         )
 
