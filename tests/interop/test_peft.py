@@ -139,6 +139,45 @@ def test_bad_adapters_are_refused_by_name(spoil: Any, config: dict, message: str
     assert caught.value.next_step
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": None}, "r = None in .*adapter_config.json"),
+        ({"r": 0}, "r = 0 in"),
+        ({"r": True}, "r = True in"),
+        ({"r": "four"}, "r = 'four' in"),
+        ({"lora_alpha": "16"}, "lora_alpha = '16' in"),
+        ({"lora_alpha": math.nan}, "lora_alpha = nan in"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern = {'\(': 4} in"),
+        ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\] = 0 in"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern = \[1\] in"),
+        ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern\['q_proj'\] = None in"),
+    ],
+)
+def test_settings_that_are_no_numbers_are_named(config: dict, message: str, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", {"lm_head.weight": torch.zeros(101, 64)}, ["lm_head"])
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | config))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_adapter(adapter)
+    assert caught.value.next_step and caught.value.evidence
+
+
+def test_a_pair_of_a_changed_base_is_refused(tmp_path: Path) -> None:
+    """PiSSA's pairs belong to W less what they began with: added to W itself they would count twice."""
+    base = {"lm_head.weight": torch.zeros(101, 64)}
+    for number, begun in enumerate(
+        ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new", 1, ["pissa"], {})
+    ):
+        adapter = write_adapter(tmp_path / f"changed{number}", base, ["lm_head"], init_lora_weights=begun)
+        with pytest.raises(CheckpointError, match="init_lora_weights = ") as caught:
+            read_adapter(adapter)
+        assert repr(begun) in str(caught.value)
+        assert "path_initial_model_for_weight_conversion" in caught.value.next_step
+    for number, begun in enumerate((True, False, None, "gaussian", "orthogonal", "eva")):
+        assert read_adapter(write_adapter(tmp_path / f"{number}", base, ["lm_head"], init_lora_weights=begun)).pairs
+
+
 def test_a_base_that_was_saved_with_the_adapter(tmp_path: Path) -> None:
     """PEFT saves the head where it is adapted; it has to be the model's."""
     from safetensors.torch import load_file

@@ -9,7 +9,6 @@ our names. `peft_write.py` writes them.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,10 +26,13 @@ from paceline.checkpoint.weights import WeightSource
 from paceline.errors import CheckpointError
 from paceline.interop.hf_links import hf_links
 from paceline.interop.links import LinkedSource, LinkTable, whole
+from paceline.interop.peft_settings import CONFIG, Settings
 from paceline.interop.sidecars import hub_config
 from paceline.interop.sources import Opened
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+__all__ = ["CONFIG", "WEIGHTS", "Adapter", "merge", "misfits", "own_pairs", "read_adapter"]
+
+WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX, _BASE = "base_model.model.", ".base_layer.weight"
 _LENGTHS = r"magnitude_vector(?:\.default)?(?:\.weight)?"
@@ -47,6 +49,9 @@ _MUST: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
 }
 """What is understood; other values change the result in ways that are not."""
+_SAME_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Of `init_lora_weights`: the pair began as a product of zero, beside the model as it is. The others (PiSSA, OLoRA,
+CorDA, LoftQ) change the matrices first, and only PEFT has those that the pair then belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +71,11 @@ def read_adapter(path: Path) -> Adapter:
     """Reads an adapter; it is small, so all of it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a pair is not whole, or the adapter is not plain LoRA.
+        CheckpointError: a file is missing or damaged, a setting is no number, a pair is not whole, or the adapter is not
+            plain LoRA beside the model's own matrices.
     """
     config = _read_config(path)
+    settings = Settings.of(path, config)
     wrong = [f"{key} = {config[key]!r}" for key, known in _MUST.items() if key in config and config[key] not in known]
     if wrong:
         raise CheckpointError(
@@ -76,6 +83,7 @@ def read_adapter(path: Path) -> Adapter:
             evidence="Only pairs of matrices that are added to matrices of the base are understood.",
             next_step="Merge it with PEFT (merge_and_unload) and convert the merged model.",
         )
+    _refuse_changed_base(path, config.get("init_lora_weights"))
     halves: dict[str, dict[str, Tensor]] = {}
     base, needed = {}, {"A", "B", "magnitude"} if config.get("use_dora") else {"A", "B"}
     for name, value in _read_weights(path).items():
@@ -98,7 +106,7 @@ def read_adapter(path: Path) -> Adapter:
                 next_step="Copy it again.",
             )
         pairs[f"{module}.weight"] = Pair(
-            down=both["A"], up=both["B"], scale=_scale(config, module), magnitude=both.get("magnitude")
+            down=both["A"], up=both["B"], scale=settings.scale(module), magnitude=both.get("magnitude")
         )
     return Adapter(path=path, pairs=pairs, base=base)
 
@@ -114,6 +122,19 @@ def _read_config(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def _refuse_changed_base(path: Path, begun: object) -> None:
+    if any(begun is known or (isinstance(known, str) and begun == known) for known in _SAME_BASE):
+        return
+    raise CheckpointError(
+        f"the adapter {path} may belong to a changed base: init_lora_weights = {begun!r} in its {CONFIG}",
+        evidence="Such a pair begins with a part of each matrix W, and belongs to W less that part: beside W itself it "
+        "would count twice.",
+        next_step="Let PEFT write it as plain LoRA, model.save_pretrained(FOLDER, "
+        "path_initial_model_for_weight_conversion=THE_ADAPTER_AS_IT_BEGAN), and take that folder; or merge it with "
+        "PEFT (merge_and_unload) and convert the merged model.",
+    )
+
+
 def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path / WEIGHTS)
@@ -121,19 +142,6 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path / WEIGHTS} cannot be read", evidence=str(error), next_step="Copy the adapter again."
         ) from error
-
-
-def _scale(config: Mapping[str, Any], module: str) -> float:
-    rank, alpha = _of(config, "rank_pattern", "r", 8, module), _of(config, "alpha_pattern", "lora_alpha", 8, module)
-    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def _of(config: Mapping[str, Any], patterns: str, key: str, default: float, module: str) -> float:
-    """A setting, or the one that a pattern gives for this module: PEFT matches the end of its name."""
-    for pattern, value in (config.get(patterns) or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return float(value)
-    return float(config.get(key, default))
 
 
 def merge(opened: Opened, adapter: Adapter, *, take_out: bool = False) -> Opened:
