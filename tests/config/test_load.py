@@ -150,6 +150,12 @@ def test_an_override_has_one_form(text: str) -> None:
         parse_override(text)
 
 
+@pytest.mark.parametrize("name", ["inf", "nan", "2026", "1e3", "true", "2026-01-02"])
+def test_a_name_that_looks_like_a_number_is_text(name: str) -> None:
+    assert parse_override(f"run.name={name}") == parse_override(f'run.name="{name}"') == {"run": {"name": name}}
+    assert resolve({}, [f"run.name={name}"]).config.run.name == name
+
+
 def test_the_guess_is_never_the_section_itself() -> None:
     with pytest.raises(ConfigError) as error:
         resolve({}, ["train.x=1"])
@@ -227,7 +233,7 @@ def test_a_run_folder_in_place_of_a_recipe_is_told_apart(tmp_path: Path) -> None
     [
         ("run.plugins=5", "run.plugins"),
         ("run.plugins=[1]", "run.plugins"),
-        ("model.preset=5", "model.preset = 5"),
+        ("model.preset=5", "model.preset = '5' is not a known preset"),
         ('model.preset=["a"]', "model.preset"),
         ('parallel.order=["tp"]', "parallel.order = ['tp']"),
         ('model.rope_scaling={kind="yarn",factor=2,beta_fast=0}', "beta_fast = 0"),

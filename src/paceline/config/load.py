@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from paceline.config.asked import show
 from paceline.config.origin import expand_origin
@@ -132,7 +133,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
 
 
 def parse_override(text: str) -> Tables:
-    """``"train.steps=100"`` -> ``{"train": {"steps": 100}}``."""
+    """``"train.steps=100"`` -> ``{"train": {"steps": 100}}``.
+
+    What is a number or a date in TOML is text where the field takes text alone: ``"run.name=2026"`` ->
+    ``{"run": {"name": "2026"}}``.
+    """
     key, equals, raw = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
@@ -142,6 +147,9 @@ def parse_override(text: str) -> Tables:
             next_step=f"Did you mean --set {known[0]}={raw}?" if known else "For example: --set train.steps=100",
         )
     value: Any = _parse_value(raw.strip())
+    field = _field(".".join(parts))
+    if field is not None and field.annotation is str and not isinstance(value, str | list | dict):
+        value = raw.strip()
     for part in reversed(parts):
         value = {part: value}
     return value
@@ -220,17 +228,22 @@ _NEEDED = {
 
 def _meaning(key: str) -> str:
     """What a field is, in its own words; empty for a key that is no field (an entry of a list)."""
+    field = _field(key)
+    if field is None or not field.description:
+        return ""
+    return f"{key}: {' '.join(field.description.split())} "
+
+
+def _field(key: str) -> FieldInfo | None:
+    """None for a key that is no field."""
     model: type[BaseModel] = RunConfig
     *path, name = key.split(".")
     for part in path:
         kind = model.model_fields[part].annotation if part in model.model_fields else None
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            return ""
+            return None
         model = kind
-    field = model.model_fields.get(name)
-    if field is None or not field.description:
-        return ""
-    return f"{key}: {' '.join(field.description.split())} "
+    return model.model_fields.get(name)
 
 
 def _unknown_key(details: Sequence[Any]) -> ConfigError:
