@@ -98,6 +98,14 @@ def test_room_for_checkpoints(tmp_path: Path) -> None:
     assert judge_files(tiny) == []
 
 
+def test_checkpoints_of_adapters_hold_what_learns_alone(tmp_path: Path) -> None:
+    recipe = {"model": {"preset": "gpt3_175b"}, "run": {"dir": str(tmp_path / "run")}, "lora": {"rank": 1},
+              "checkpoint": {"keep": 10_000_000}, "train": {"seq_len": 2048}}  # fmt: skip
+    (finding,) = [one for one in judge_files(resolve(recipe).config) if one.id == "recipe.disk"]
+    # 96 layers of six linears, 12288 wide, 49152 in the MLP: 21.2M parameters of 12 bytes, not 175B
+    assert "243.00 MiB each" in finding.evidence
+
+
 def test_kind_of_file_system(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("a / overlay rw 0 0\nb /data\\040set xfs rw 0 0\nc /data nfs rw 0 0\nbroken\n")

@@ -70,3 +70,23 @@ def test_where_nothing_fits_the_answer_says_how_far_off_it_is() -> None:
     needed, lightest = reasons(ranking, cluster).answer
     assert "not with the optimizer's state in host memory either" in needed and "69.0B parameters" in needed
     assert "more than the 21.28 GiB" in lightest
+
+
+def test_where_all_weights_do_not_fit_adapters_are_named_for_fine_tuning() -> None:
+    _, _, why = four_cards()
+    note = next(found for found in why.helps if found.id == "planner.adapters")
+    assert note.subject.startswith("fine-tuning only: LoRA of rank 16 fits: ")
+    assert note.next_step == "--set lora.rank=16"
+
+
+def test_where_adapters_do_not_fit_4_bits_are_named() -> None:
+    lora = {"rank": 8}
+    train = {"seq_len": 2048, "global_batch_size": 64}
+    config = resolve({"model": {"preset": "llama2_13b"}, "train": train, "lora": lora}).config
+    cluster, _ = make_cluster(find_gpu("RTX 4090"), 1)
+    why = reasons(rank(config, cluster), cluster)
+    # 13.0B in bf16
+    assert "frozen parameters take 2 bytes each" in why.answer[0] and "host memory" not in why.answer[0]
+    note = next(found for found in why.helps if found.id == "planner.adapters")
+    assert "QLoRA of rank 8 fits" in note.subject
+    assert note.next_step == "--set lora.rank=8 --set lora.base=nf4"

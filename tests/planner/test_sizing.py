@@ -10,6 +10,17 @@ from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.sizing import _between, size, with_batch
 
 
+def test_adapters_need_fewer_flops_and_fit_one_small_card() -> None:
+    train = {"seq_len": 2048, "global_batch_size": 64}
+    config = resolve({"model": {"preset": "llama2_7b"}, "train": train, "lora": {"rank": 16}}).config
+    card = find_gpu("RTX 4090")
+    found = size(config, lambda count: make_cluster(card, count)[0], tokens=1e7, days=3, reserve=0.1, gpus_per_node=1)
+    # no product for the gradient of a frozen weight: two thirds, but for attention itself and the adapters
+    whole = training_flops_per_token(config.model, 2048)
+    assert 0.66 * whole < found.flops_per_token < 0.7 * whole
+    assert found.chosen is not None and found.chosen.gpus == 1
+
+
 def test_the_fewest_gpus_that_are_enough() -> None:
     config = resolve({"model": {"preset": "llama3_8b"}, "train": {"seq_len": 8192, "global_batch_size": 512}}).config
     card = find_gpu("H100-80")

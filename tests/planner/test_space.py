@@ -13,6 +13,7 @@ from paceline.config.run import RunConfig
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.rank import rank, rank_counts
 from paceline.planner.reasons import reasons
+from paceline.planner.rough import Degrees, Rough
 from paceline.planner.space import find_space
 
 
@@ -74,6 +75,41 @@ def test_offload_has_a_price_in_time_and_host_memory() -> None:
     assert 38 * 6.74e9 / 100e9 < best.estimate.parts["offload"] < 1.5 * 38 * 6.74e9 / 100e9
     told = " ".join(reasons(found, cluster).first)
     assert "host memory a rank" in told and "assumed 100 GB/s" in told
+
+
+def adapted(preset: str, base: str) -> RunConfig:
+    lora = {"rank": 16, "base": base}
+    train = {"seq_len": 4096, "global_batch_size": 128}
+    return resolve({"model": {"preset": preset}, "train": train, "lora": lora}).config
+
+
+@pytest.mark.parametrize(
+    ("preset", "base"), [("llama2_7b", "bf16"), ("llama2_7b", "nf4"), ("qwen3_30b_a3b", "bf16"), ("llama2_7b", "")]
+)
+def test_the_least_bytes_are_less_than_any_prediction(preset: str, base: str) -> None:
+    """Of layouts that learn all, and of those whose weights are frozen."""
+    config = adapted(preset, base) if base else recipe(preset)
+    cluster, _ = make_cluster(find_gpu("A100-80"), 8)
+    rough, found = Rough(config, cluster), rank(config, cluster, keep=30, probe=60)
+    assert found.fitting
+    for one in (*found.fitting, *found.too_large):
+        at = one.config.parallel
+        of = Degrees(tp=at.tp, pp=at.pp, cp=at.cp, ep=at.ep, etp=at.etp, zero=at.zero, dp_replicate=at.dp_replicate)
+        assert rough.least_bytes(of) < one.estimate.memory_bytes
+
+
+@pytest.mark.parametrize(("base", "gpus"), [("nf4", 4), ("nf4", 1), ("bf16", 4), ("bf16", 1)])
+def test_adapters_of_a_7b_fit_cards_of_24_gb(base: str, gpus: int) -> None:
+    """With whole copies of the frozen weights on each, and nothing in host memory."""
+    cluster, _ = make_cluster(find_gpu("RTX 4090"), gpus)
+    found = rank(adapted("llama2_7b", base), cluster)
+    assert found.fitting and found.least_on_cards is None
+    assert {one.config.parallel.offload for one in found.fitting} == {"none"}
+    whole = [
+        one for one in found.fitting if one.config.parallel.dp_degree(gpus) == gpus and one.config.parallel.zero < 2
+    ]
+    assert whole
+    assert reasons(found, cluster).answer == ()
 
 
 def test_an_axis_can_be_held() -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from paceline.config.run import RunConfig
+from paceline.costs.adapters import count_learned
 from paceline.costs.layers import count_parameters
 from paceline.costs.step import SAFE_SHARE
 from paceline.costs.workload import Cluster
@@ -147,8 +148,9 @@ def _steps(config: RunConfig, sized: Sizing, chosen: Candidate, network: str, pr
 
 
 def _checkpoint_bytes(config: RunConfig) -> float:
-    """fp32 masters and two moments; what the model computes with is made from the masters."""
-    return 12.0 * count_parameters(config.model).total
+    """fp32 masters and two moments of what learns; what the model computes with is made from the masters, and weights
+    that are frozen are not in it."""
+    return 12.0 * count_learned(config)
 
 
 def _counts(sized: Sizing) -> Table:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from paceline.config.lora import LoraConfig, is_adapter
 from paceline.config.model import BlockSpec, ModelConfig
@@ -35,6 +36,28 @@ def count_learned(config: RunConfig) -> int:
     """Parameters that the optimizer updates."""
     lora, shapes = config.lora, with_adapters(model_shapes(config.model), config.lora)
     return sum(math.prod(shape) for name, shape in shapes.items() if not lora.on or lora.learns(name))
+
+
+def frozen_layer_bytes(config: RunConfig) -> float:
+    """Bytes of an element of the layers' frozen weights, in the mean; 0 where they are kept as they are computed with.
+
+    `lora.base` is about linears alone: norms, routers and routed experts are not rounded. fp8 lies there twice, as it
+    is and transposed, which is as much as bf16.
+    """
+    lora = config.lora
+    if not lora.on or lora.base == "bf16":
+        return 0.0
+    if lora.base == "fp8":
+        return 2.0
+    return _nf4_layer_bytes(config.model, lora, 4.0 if config.train.precision == "fp32" else 2.0)
+
+
+@lru_cache(maxsize=64)
+def _nf4_layer_bytes(model: ModelConfig, lora: LoraConfig, width: float) -> float:
+    shapes = {name: math.prod(shape) for name, shape in model_shapes(model).items() if name.startswith("blocks.")}
+    rounded = sum(count for name, count in shapes.items() if lora.adapts_linear(name))
+    total = sum(shapes.values())
+    return (NF4_BYTES * rounded + width * (total - rounded)) / max(1, total)
 
 
 def step_flops_per_token(config: RunConfig, convention: Convention = "causal") -> float:

@@ -107,6 +107,8 @@ class _Parameters:
     """Of which this rank keeps the optimizer's state."""
     largest_layer: float
     head: float
+    edges: float
+    """Of `here`, what is in no layer: embedding and head."""
 
 
 def _parameters(work: Workload, cluster: Cluster, layers: float, *, first: bool, last: bool) -> _Parameters:
@@ -124,6 +126,7 @@ def _parameters(work: Workload, cluster: Cluster, layers: float, *, first: bool,
         shard=dense_here / shards + experts_here / expert_shards,
         largest_layer=dense / work.tp + experts / (work.ep * work.etp),
         head=head * last / work.tp,
+        edges=edges / work.tp,
     )
 
 
@@ -229,7 +232,7 @@ def _states(
     FSDP's gradients of a single micro-batch take the place of the activations (``kept`` bytes) that are done with: only
     what is more of them counts.
     """
-    width = 4.0 if work.precision == "fp32" else 2.0
+    width = work.width
     moments = MOMENT_BYTES[work.optimizer]
     offloaded = work.offload != "none"
     if work.frozen_weights:
@@ -265,7 +268,8 @@ def _frozen_states(
     if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
         gathered = width * (2 * held.largest_layer + held.head if work.zero == 3 else held.here)
         return width * held.shard, 0.0, optimizer, gathered
-    return element * held.here + width * learned, profile.gradient_bytes * learned, optimizer, 0.0
+    kept = element * (held.here - held.edges) + width * held.edges
+    return kept + width * learned, profile.gradient_bytes * learned, optimizer, 0.0
 
 
 def memory_by_stage(

@@ -14,7 +14,7 @@ from typing import Literal
 
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.costs.adapters import NF4_BYTES, count_adapters
+from paceline.costs.adapters import count_adapters, frozen_layer_bytes
 from paceline.costs.hardware import Hardware
 from paceline.costs.reference import extra_head_forwards, has_copy, runs_reference
 
@@ -89,7 +89,8 @@ class Workload:
     adapters: int = 0
     """Parameters of adapters beside frozen weights."""
     frozen_bytes: float = 0.0
-    """An element of a frozen linear, where that is another number than computing takes (`lora.base`)."""
+    """An element of the layers' frozen weights, in the mean, where that is another number than computing takes
+    (`lora.base`); those outside of layers are kept as they are computed with."""
     reference_copy: bool = False
     """The weights of a reference model are there too."""
     reference_forward: bool = False
@@ -147,8 +148,13 @@ class Workload:
             extra_head_forwards=extra_head_forwards(config),
             frozen_weights=config.lora.on,
             adapters=count_adapters(config.model, config.lora) if config.lora.on else 0,
-            frozen_bytes={"fp8": 2.0, "nf4": NF4_BYTES}.get(config.lora.base, 0.0),
+            frozen_bytes=frozen_layer_bytes(config),
         )
+
+    @property
+    def width(self) -> float:
+        """Bytes of a weight as it is computed with; fp8 products are made from bf16."""
+        return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def stages(self) -> int:

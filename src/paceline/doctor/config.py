@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.config.check import check
 from paceline.config.load import Recipe
 from paceline.config.run import RunConfig
-from paceline.costs.layers import count_parameters
+from paceline.costs.adapters import count_learned
 from paceline.costs.profiles import Profile
 from paceline.costs.workload import Cluster
 from paceline.doctor.fit import judge_fit
@@ -204,7 +204,7 @@ def _room(config: RunConfig) -> Iterator[Finding]:
     except OSError:
         return
     free = found.f_bavail * found.f_frsize
-    each = count_parameters(config.model).total * STATE_BYTES.get(config.optim.name, 12)
+    each = count_learned(config) * STATE_BYTES.get(config.optim.name, 12)
     # the new one is written before the oldest goes
     needed = each * (config.checkpoint.keep + 1)
     if free < needed:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paceline.costs.layers import count_parameters
+from paceline.costs.adapters import count_learned
 from paceline.explain.cause import Cause
 from paceline.explain.ranks import RankReport, place_of
 from paceline.explain.run_folder import RunView
@@ -104,5 +104,5 @@ def _written(view: RunView, seconds: float) -> tuple[float, float | None]:
     """(bytes of a rank, MB/s), by the model's size; unknown without a recipe."""
     if view.config is None or seconds <= 0:
         return 0.0, None
-    total = count_parameters(view.config.model).total * _STATE_BYTES / max(view.world_size, 1)
+    total = count_learned(view.config) * _STATE_BYTES / max(view.world_size, 1)
     return total, total / seconds / 1e6

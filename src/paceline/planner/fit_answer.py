@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
-from paceline.costs.layers import count_parameters
 from paceline.costs.profiles import Profile
+from paceline.costs.state_bytes import StateBytes
 from paceline.costs.step import room_of
-from paceline.costs.traffic import MOMENT_BYTES
-from paceline.costs.workload import Cluster
+from paceline.costs.workload import Cluster, Workload
 from paceline.planner.layout_text import layout_text
 from paceline.planner.rank import Candidate, Ranking, rank
 from paceline.report import units
@@ -18,6 +17,9 @@ from paceline.report.finding import Finding
 
 LOWBIT = "(needs: pip install 'paceline[lowbit]')"
 """What 8-bit moments are installed with."""
+
+_RANK = 16
+"""Of the adapters that are proposed: a usual one."""
 
 _OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "8-bit AdamW", "muon": "Muon"}
 
@@ -29,12 +31,18 @@ class FitAnswer:
     sentences: tuple[str, ...]
     eight_bit: Candidate | None
     """The best layout that needs no host memory, with moments of 8 bits."""
+    adapters: Candidate | None = None
+    """The best layout with adapters beside frozen weights, with which fine-tuning may do."""
 
 
 def fit_answer(ranking: Ranking, best: Candidate | None, cluster: Cluster, profile: Profile) -> FitAnswer:
     """Without sentences where a layout fits with the optimizer's state on the cards."""
     if best is None:
-        return FitAnswer(sentences=tuple(_nothing_fits(ranking, cluster, profile)), eight_bit=None)
+        return FitAnswer(
+            sentences=tuple(_nothing_fits(ranking, cluster, profile)),
+            eight_bit=None,
+            adapters=_with_adapters(ranking.space.config, cluster, profile),
+        )
     if best.config.parallel.offload == "none":
         return FitAnswer(sentences=(), eight_bit=None)
     eight_bit = _without_host(best.config, cluster, profile)
@@ -51,6 +59,7 @@ def fit_answer(ranking: Ranking, best: Candidate | None, cluster: Cluster, profi
             *(f"What fits: {way}." for way in ways),
         ),
         eight_bit=eight_bit,
+        adapters=_with_adapters(best.config, cluster, profile),
     )
 
 
@@ -85,6 +94,39 @@ def eight_bit_findings(answer: FitAnswer) -> Iterator[Finding]:
         )
 
 
+def adapter_findings(answer: FitAnswer) -> Iterator[Finding]:
+    """The layout with adapters, and how to ask for it."""
+    best = answer.adapters
+    if best is not None:
+        lora = best.config.lora
+        base = " --set lora.base=nf4" if lora.base == "nf4" else ""
+        yield Finding(
+            id="planner.adapters",
+            severity="note",
+            subject=f"fine-tuning only: {'QLoRA' if base else 'LoRA'} of rank {lora.rank} fits: "
+            f"{layout_text(best.config)}, {_numbers(best)}, predicted",
+            evidence="Weights that somebody has trained stay as they are"
+            + (", in 4 bits," if base else "")
+            + " and small matrices beside them learn; a model that nobody has trained learns nothing so.",
+            next_step=f"--set lora.rank={lora.rank}{base}",
+        )
+
+
+def _with_adapters(config: RunConfig, cluster: Cluster, profile: Profile) -> Candidate | None:
+    """Of LoRA and QLoRA the first that fits, where all weights were to learn; QLoRA where it was to be LoRA."""
+    asked = config.lora
+    if asked.on and (asked.base != "bf16" or asked.dora):
+        return None
+    parallel = config.parallel.model_copy(update={"offload": "none"})
+    for base in ("nf4",) if asked.on else ("bf16", "nf4"):
+        lora = asked.model_copy(update={"rank": asked.rank or _RANK, "base": base})
+        other = config.model_copy(update={"lora": lora, "parallel": parallel})
+        found = rank(other, cluster, profile=profile, keep=8, probe=60, offload=False).fitting
+        if found:
+            return found[0]
+    return None
+
+
 def _without_host(config: RunConfig, cluster: Cluster, profile: Profile) -> Candidate | None:
     plain = config.parallel.model_copy(update={"offload": "none"})
     optim = config.optim.model_copy(update={"name": "adamw8bit"})
@@ -93,13 +135,15 @@ def _without_host(config: RunConfig, cluster: Cluster, profile: Profile) -> Cand
 
 
 def _states(config: RunConfig, cluster: Cluster) -> str:
-    """Weights, gradients and optimizer's state, sharded as far as any engine can: fp32 shards and their gradients, or
-    two bytes of each and fp32 masters."""
-    each = 8.0 + MOMENT_BYTES[config.optim.name]
-    parameters = count_parameters(config.model).total
-    total, there = each * parameters, cluster.gpus * cluster.gpu.memory_bytes
-    text = f"{units.count(parameters)} parameters take {each:g} bytes each at least (weights, gradients, masters, "
-    text += f"moments), {units.size(total)}; {cluster.gpus} cards have {units.size(there)} for programs"
+    """Weights, gradients and optimizer's state, sharded as far as any engine can."""
+    states = StateBytes.of(Workload.of(config))
+    total, there = states.total, cluster.gpus * cluster.gpu.memory_bytes
+    learned = f"{states.each_learned:g} bytes each at least (weights, gradients, masters, moments)"
+    text = f"{units.count(states.learned)} parameters take {learned}"
+    if states.frozen:
+        text = f"{units.count(states.frozen)} frozen parameters take {states.each_frozen:.3g} bytes each, and "
+        text += f"{units.count(states.learned)} of adapters {learned}"
+    text += f", {units.size(total)}; {cluster.gpus} cards have {units.size(there)} for programs"
     return text + ("." if total > there else ", which activations, logits and what is not sharded must share.")
 
 

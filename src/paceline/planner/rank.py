@@ -132,7 +132,9 @@ def rank(
     search.run(keep)
     space, fitting, too_large = search.space, search.fitting, search.too_large
     predicted = len(fitting) + len(too_large)
-    if not fitting and offload and config.parallel.offload == "none" and config.optim.name != "adamw8bit":
+    # beside frozen weights there is next to nothing to send to the host
+    has_states = config.optim.name != "adamw8bit" and not config.lora.on
+    if not fitting and offload and config.parallel.offload == "none" and has_states:
         host = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": "optimizer"})})
         if config.train.precision != "fp8":
             again = rank(

@@ -18,7 +18,7 @@ from paceline.costs.hardware import common_hardware
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.step import MARGIN, PARTS, SAFE_SHARE, StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
-from paceline.planner.fit_answer import LOWBIT, FitAnswer, beyond, eight_bit_findings, fit_answer
+from paceline.planner.fit_answer import LOWBIT, FitAnswer, adapter_findings, beyond, eight_bit_findings, fit_answer
 from paceline.planner.layout_text import layout_fields
 from paceline.planner.layout_text import layout_text as layout_text
 from paceline.planner.rank import ALIKE, Candidate, Ranking, rank
@@ -77,7 +77,7 @@ def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> 
         first=(*_first(best, cluster, profile), *_tied(ranking, best)) if best else (),
         others=tuple(_others(ranking, best)) if best else (),
         rejected=tuple(_rejected(ranking, cluster, best, profile)),
-        helps=tuple(_helps(best, cluster, profile, answer) if best else _would_fit(ranking, profile)),
+        helps=tuple(_helps(best, cluster, profile, answer) if best else _would_fit(ranking, profile, answer)),
     )
 
 
@@ -235,6 +235,7 @@ def _degrees_text(of: Degrees) -> str:
 def _helps(best: Candidate, cluster: Cluster, profile: Profile, answer: FitAnswer) -> Iterator[Finding]:
     """Single changes to the first layout that a run would accept, each predicted."""
     yield from eight_bit_findings(answer)
+    yield from adapter_findings(answer)
     asked = Asked.of(best.config, best.gpus)
     found = []
     for name, changes, remark, machines in _changes(best.config, cluster):
@@ -282,7 +283,7 @@ def _changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, dict[st
         yield "400 Gb/s a GPU between nodes", {}, "--interconnect ib400", faster
 
 
-def _would_fit(ranking: Ranking, profile: Profile) -> Iterator[Finding]:
+def _would_fit(ranking: Ranking, profile: Profile, answer: FitAnswer) -> Iterator[Finding]:
     """What it takes, where nothing fits: more GPUs, larger cards, less to hold."""
     config, cluster = ranking.space.config, ranking.space.cluster
     smallest = min(ranking.too_large, key=lambda found: found.estimate.memory_bytes, default=None)
@@ -311,6 +312,7 @@ def _would_fit(ranking: Ranking, profile: Profile) -> Iterator[Finding]:
                 evidence="The smallest layout with that one change, predicted.",
                 next_step=step,
             )
+    yield from adapter_findings(answer)
     yield from _more_gpus(config, cluster, profile)
 
 
@@ -322,7 +324,7 @@ def _lighter(config: RunConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
     shorter = config.train.seq_len // 2
     if shorter >= 512:
         yield f"sequences of {shorter}", {"seq_len": shorter}, f"--set train.seq_len={shorter}"
-    if config.parallel.offload != "parameters":
+    if config.parallel.offload != "parameters" and config.lora.base == "bf16":  # others have no FSDP
         step = "--set parallel.zero=3 --set parallel.offload=parameters (slow: over PCIe in every pass)"
         yield "parameters in host memory", {"zero": 3, "offload": "parameters"}, step
 

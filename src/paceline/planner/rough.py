@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paceline.config.run import RunConfig
-from paceline.costs.layers import count_parameters, moe_parameters, training_flops_per_token
-from paceline.costs.workload import Cluster
+from paceline.costs.adapters import step_flops_per_token
+from paceline.costs.layers import moe_parameters
+from paceline.costs.state_bytes import StateBytes
+from paceline.costs.workload import Cluster, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,9 @@ class Rough:
         model, train = config.model, config.train
         self.layers, self.hidden, self.seq_len = model.num_layers, model.hidden_size, train.seq_len
         self.batch = train.global_batch_size
-        self.flops = training_flops_per_token(model, train.seq_len) * self.batch * train.seq_len
-        self.total = count_parameters(model).total
+        self.flops = step_flops_per_token(config) * self.batch * train.seq_len
+        self.states = StateBytes.of(Workload.of(config))
+        self.total = self.states.frozen or self.states.learned
         moe = [block.feed_forward for block in model.blocks() if block.is_moe]
         self.moe_layers = len(moe)
         self.experts = 0
@@ -66,15 +69,26 @@ class Rough:
         accumulate = 2 if self.config.parallel.accumulate_dtype == "bf16" else 4
         moments = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.0}[self.config.optim.name]
         states = 0.0
-        for count, ways in ((dense, shards), (experts, expert_shards)):
+        learned: tuple[tuple[float, int], ...] = ((dense, shards), (experts, expert_shards))
+        if self.states.frozen:  # adapters learn alone, about as many on each rank of tp and pp
+            learned = ((self.states.learned / (of.tp * of.pp), shards),)
+            states = self._frozen_bytes(of, dense / shards + experts / expert_shards, dense + experts, width)
+        for count, ways in learned:
             if of.zero <= 1:
                 states += count * (width + accumulate) + count * (4 + moments) / (ways if of.zero else 1)
             else:
                 states += count * (8 + moments) / ways + (2 * count if of.zero == 2 else 0)
         if self.config.parallel.offload != "none":
-            states -= (4 + moments) * (dense / shards + experts / expert_shards)
+            states -= (4 + moments) * sum(count / ways for count, ways in learned)
         tokens = self.seq_len / of.cp / of.tp
         return states + 2 * tokens * self.hidden * self.layers
+
+    def _frozen_bytes(self, of: Degrees, shard: float, whole: float, width: int) -> float:
+        """Of a rank's frozen weights: the flat engine has them whole; FSDP shards them as they are computed with, and
+        at ZeRO-2 gathers them all."""
+        if of.zero <= 1:
+            return self.states.each_frozen * whole
+        return width * (shard + (whole if of.zero == 2 else 0))
 
     def seconds(self, of: Degrees) -> float:
         """Of a step, with the micro-batch and the schedule that suit the degrees best."""
@@ -97,14 +111,15 @@ class Rough:
             sent = 4 * 2 * tokens / of.tp * self.hidden * self.config.model.top_k * (of.ep - 1) / of.ep
             seconds += self.moe_layers / of.pp * sent / self._link(of.ep)
         dense, experts = self.held(of)
+        learned = self.states.learned / (of.tp * of.pp) if self.states.frozen else dense + experts
         replicas = gpus // (of.tp * of.pp)
         if of.zero >= 2:
             # with micro-batches of several sequences there are fewer of them
             gathers = max(1.0, count / 8) if of.zero == 3 else 1
-            traffic = (dense + experts) * (4 * gathers + 4)
+            traffic = (dense + experts) * 4 * gathers + 4 * learned
             seconds += 0.02 * compute + max(0.0, traffic / self._link(replicas // of.dp_replicate) - 0.8 * compute)
         elif replicas > 1:
-            seconds += max(0.1, 1 - 0.5 * compute) * 6 * (dense + experts) / self._link(of.tp * replicas) / count**0.5
+            seconds += max(0.1, 1 - 0.5 * compute) * 6 * learned / self._link(of.tp * replicas) / count**0.5
         return seconds
 
     def _link(self, ranks: int) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
-from paceline.costs.layers import training_flops_per_token
+from paceline.costs.adapters import step_flops_per_token
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.workload import Cluster
 from paceline.planner.rank import Candidate, rank
@@ -69,7 +69,7 @@ def size(
     Args:
         machines: the cluster of so many GPUs.
     """
-    flops = training_flops_per_token(config.model, config.train.seq_len)
+    flops = step_flops_per_token(config)
     needed = tokens / (days * 86400 * (1 - reserve))
     peak = machines(1).gpu.peak_tflops("fp8" if config.train.precision == "fp8" else "bf16") or 100.0
     counts = _counts(gpus_per_node)
