@@ -11,6 +11,7 @@ import pytest
 
 from paceline.cli import main as command_line
 from paceline.config.load import load_recipe
+from tests.data.chat_tokenizers import write_tokenizer
 
 YAML = """
 ### model
@@ -96,7 +97,7 @@ def test_a_yaml_becomes_a_recipe_that_loads(folder: Path, command: Command) -> N
     config = load_recipe("x.toml").config
     assert config.model.hidden_size == 64 and config.model.init_from == "tiny"
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 8.0, ("q_proj", "v_proj"))
-    assert config.train.global_batch_size == 4 and config.train.steps == 5  # 2 x 9 rows / 4
+    assert config.train.global_batch_size == 4 and config.train.steps == 6  # 2 x ceil(9 rows / 4)
     assert [source.weight for source in config.data.train] == [3, 6] and config.run.name == "mine"
     assert "lr = 0.0001  # learning_rate: 1e-4" in out and "seed = 42  # seed (the default there)" in out
 
@@ -193,3 +194,64 @@ def test_megatron_is_read_in_the_command(program: str, folder: Path, command: Co
 def test_bad_use_is_refused(arguments: tuple[str, ...], message: str, folder: Path, command: Command) -> None:
     code, out, err = command(*arguments)
     assert code == 2 and message in err and out == ""
+
+
+ROWS = """
+model_name_or_path: tiny
+stage: sft
+finetuning_type: lora
+dataset: many
+dataset_dir: rows
+template: chatml
+cutoff_len: 64
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 3
+bf16: true
+"""
+
+
+@pytest.fixture
+def sixty(folder: Path) -> Path:
+    row = json.dumps({"instruction": "a", "output": "b"})
+    (folder / "rows" / "many.jsonl").write_text(f"{row}\n" * 60)
+    (folder / "rows" / "dataset_info.json").write_text(json.dumps({"many": {"file_name": "many.jsonl"}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "said"),
+    [
+        ("", 24, "3 x 8 (60 rows / 8, rounded up)"),
+        ("val_size: 0.1\n", 21, "3 x 7 (54 rows / 8, rounded up)"),
+        ("val_size: 6\n", 21, "3 x 7 (54 rows / 8, rounded up)"),
+        ("max_steps: 5\n", 5, "max_steps"),
+    ],
+)
+def test_an_epoch_ends_with_an_update_of_its_own(
+    more: str, steps: int, said: str, sixty: Path, command: Command
+) -> None:
+    Path("x.yaml").write_text(ROWS + more)
+    code, out, err = command("--from", "llamafactory", "x.yaml", "--nproc", "1")
+    assert code == 0 and err == "", err
+    assert f"steps = {steps}  # " in out and said in out
+    assert "gradient_accumulation_steps: 8 = 1 x 8 x 1 readers" in out
+    assert "(the default there) (the default there)" not in out
+    Path("x.toml").write_text(out)
+    assert load_recipe("x.toml").config.checkpoint.export == "peft"
+
+
+def test_packed_rows_are_counted_or_the_steps_are_not_told_as_right(sixty: Path, command: Command) -> None:
+    Path("x.yaml").write_text(ROWS + "neat_packing: true\n")
+    code, out, err = command("--from", "llamafactory", "x.yaml", "--nproc", "1")
+    assert code == 1 and "error: train.steps = 24 counts rows as they come" in err and "epochs = 3.0" in out
+    tokenizer = write_tokenizer(sixty / "tokenizer")
+    for file in tokenizer.iterdir():
+        (sixty / "tiny" / file.name).write_bytes(file.read_bytes())
+    (sixty / "tiny" / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 512}))
+    code, out, err = command("--from", "llamafactory", "x.yaml", "--nproc", "1")
+    assert code == 0 and "packed sequences / 8, rounded up" in out and "epochs = 3" not in out, err
+    Path("x.toml").write_text(out)
+    steps = load_recipe("x.toml").config.train.steps
+    code, _, err = command("x.toml", "--dry-run", "--nproc", "1")
+    assert code == 0 and steps < 24, err

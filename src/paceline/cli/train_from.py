@@ -18,7 +18,7 @@ from paceline.config.foreign_read import read_arguments_file, read_words
 from paceline.config.hub import is_hub_folder, model_of, read_config
 from paceline.config.load import merge, parse_override, resolve, validate
 from paceline.config.run import RunConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.report.console import make_console, print_findings
 from paceline.report.finding import Finding, exit_code, worst_first
 
@@ -64,12 +64,14 @@ def print_recipe_of(name: str, source: str, overrides: Sequence[str], processes:
         folder=read.folder,
         count_rows=functools.cache(_count_rows),
         longest=_longest,
+        count_packed=_count_packed,
     )
     tables = translation.tables()
     for override in overrides:
         tables = merge(tables, parse_override(override))
     own = _own_findings(tables, processes or read.processes)
-    findings = worst_first([*translation.findings, *_model_findings(tables), *_data_findings(tables), *own])
+    found = [one for one in translation.findings if processes is None or one.id != "config.from-one-process"]
+    findings = worst_first([*found, *_model_findings(tables), *_data_findings(tables), *own])
     typer.echo(recipe_text(translation, tables, source))
     print_findings(make_console(stderr=True), findings)
     return exit_code(findings)
@@ -184,6 +186,21 @@ def _count_rows(path: str) -> int | None:
     if entry is not None and entry.num_samples is not None:
         return entry.num_samples
     return sum(1 for found in find_record_files([file if entry is None else entry.path]) for _ in read_rows(found))
+
+
+def _count_packed(tables: Mapping[str, Any]) -> int | None:
+    """Sequences that an epoch of the recipe's rows is packed into; None without the rows and the tokenizer here."""
+    from paceline.data.example_files import RowRequest
+    from paceline.data.example_sets import build_row_datasets
+
+    try:
+        config = resolve(merge(dict(tables), {"train": {"steps": 1}, "data": {"epochs": 0.0}})).config
+        if not config.data.reads_rows(config.task.kind):
+            return None
+        found = build_row_datasets(config.data, RowRequest.of(config, keep_tokens=False), train_samples=1)
+    except (PacelineError, OSError):
+        return None
+    return sum(round(report.samples / report.epochs) for report in found.reports if report.split == "train")
 
 
 def _longest(path: str) -> int | None:

@@ -16,6 +16,7 @@ Torch-free; nothing is started or written.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,14 +100,19 @@ class Translation:
 
     def tables(self) -> dict[str, Any]:
         """``{"optim": {"lr": 1e-4}}``."""
-        result: dict[str, Any] = {}
-        for name, value in self.fields.items():
-            *path, key = name.split(".")
-            table = result
-            for part in path:
-                table = table.setdefault(part, {})
-            table[key] = value
-        return result
+        return tables_of(self.fields)
+
+
+def tables_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as nested tables."""
+    result: dict[str, Any] = {}
+    for name, value in fields.items():
+        *path, key = name.split(".")
+        table = result
+        for part in path:
+            table = table.setdefault(part, {})
+        table[key] = value
+    return result
 
 
 class Draft:
@@ -121,13 +127,14 @@ class Draft:
         folder: Path,
         count_rows: Callable[[str], int | None] = lambda path: None,
         longest: Callable[[str], int | None] = lambda path: None,
+        count_packed: Callable[[Mapping[str, Any]], int | None] = lambda tables: None,
     ) -> None:
         self.system = system
         self.given = given
         self.processes = processes
         self.folder = folder
         self.count_rows = count_rows
-        self.longest = longest
+        self.longest, self.count_packed = longest, count_packed
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.findings: list[Finding] = []
@@ -149,9 +156,11 @@ class Draft:
 
     def put(self, ours: str, value: Any, *names: str, said: str = "") -> None:
         """Sets a field; ``names`` are the keys that it comes from, ``said`` more words on how."""
-        told = [_told(name, self.given[name], value) for name in names if not is_nothing(self.given.get(name))]
+        # of what is worked out, each factor is told
+        ours_shown = None if said.startswith("=") else value
+        told = [_told(name, self.given[name], ours_shown) for name in names if not is_nothing(self.given.get(name))]
         defaults = self.system.defaults
-        default = [_told(name, defaults[name], value) for name in names if name in defaults]
+        default = [_told(name, defaults[name], ours_shown) for name in names if name in defaults]
         text = ", ".join(told or default)
         if text and said:
             said = f" {said}" if said.startswith(("=", "of ", "(")) else f"; {said}"
@@ -179,6 +188,7 @@ def translate(
     folder: Path = Path(),
     count_rows: Callable[[str], int | None] = lambda path: None,
     longest: Callable[[str], int | None] = lambda path: None,
+    count_packed: Callable[[Mapping[str, Any]], int | None] = lambda tables: None,
 ) -> Translation:
     """What ``given`` becomes as a recipe.
 
@@ -188,12 +198,16 @@ def translate(
         folder: paths in ``given`` begin here.
         count_rows: rows of a path as `data.train` names it; None where that cannot be said.
         longest: tokens of the longest sequence of the model at a path; None where it is not here.
+        count_packed: sequences of an epoch of a recipe that packs; None where they cannot be counted.
 
     Raises:
         ConfigError: a value is not of its key's kind.
     """
     named, contradictions = _by_one_name(system, given)
-    draft = Draft(system, named, processes=processes, folder=folder, count_rows=count_rows, longest=longest)
+    draft = Draft(
+        system, named,
+        processes=processes, folder=folder, count_rows=count_rows, longest=longest, count_packed=count_packed,
+    )  # fmt: skip
     draft.findings += contradictions
     unknown = [name for name in named if name not in system.known]
     for name, simple in system.simple.items():
@@ -321,7 +335,7 @@ def converted(name: str, value: Any, kind: Kind) -> Any:
     """
     try:
         return _CONVERSIONS[kind](value)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise ConfigError(
             f"{name}: {_shown(value)} is no {_KINDS[kind]}", next_step=f"Give {name} a {_KINDS[kind]}, or leave it out."
         ) from error
@@ -337,7 +351,10 @@ def _whole(value: Any) -> int:
 def _number(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
-    return float(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
 
 
 def _truth(value: Any) -> bool:

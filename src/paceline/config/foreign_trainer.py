@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.config.foreign import Draft, Kind, Simple, Without, converted, is_nothing
-from paceline.config.foreign_tuning import row_count
+from paceline.config.foreign import Draft, Kind, Simple, Without, converted, is_nothing, tables_of
+from paceline.config.foreign_tuning import training_rows
 from paceline.errors import ConfigError
 
 SIMPLE: Mapping[str, Simple] = {
@@ -115,7 +115,11 @@ def batch(draft: Draft) -> None:
 
 
 def length(draft: Draft, rows: int | None = None) -> None:
-    """Steps: given, or epochs times ``rows`` over the batch."""
+    """Steps: given, or epochs times the updates of one, the last of which may be of fewer rows there.
+
+    Source: Transformers' Trainer, ``num_update_steps_per_epoch``: with a = batch of one pass of all processes and
+    b = accumulation, ceil(ceil(rows / a) / b) = ceil(rows / (a b)).
+    """
     steps = draft.value("max_steps", "whole", -1)
     if steps > 0:
         draft.put("train.steps", steps, "max_steps")
@@ -123,7 +127,8 @@ def length(draft: Draft, rows: int | None = None) -> None:
     epochs = draft.value("num_train_epochs", "number", 3.0)
     whole = draft.fields["train.global_batch_size"]
     packed = draft.fields.get("data.packing") == "pack"
-    if packed or rows is None:
+    sequences = draft.count_packed(tables_of(draft.fields)) if packed else rows
+    if sequences is None:
         # a run that would read the rows more often is refused with the number of steps that fits
         draft.put("data.epochs", epochs, "num_train_epochs")
     if rows is None:
@@ -135,15 +140,20 @@ def length(draft: Draft, rows: int | None = None) -> None:
             f"Set train.steps to rows x {epochs:g} / {whole} (fewer where rows are packed).",
         )
         return
-    steps = max(1, math.ceil(epochs * rows / whole))
-    draft.put("train.steps", steps, "num_train_epochs", said=f"= {epochs:g} x {rows:,} rows / {whole}")
-    if packed:
+    counted = rows if sequences is None else sequences
+    of_epoch = max(1, math.ceil(counted / whole))
+    steps = max(1, math.ceil(epochs * of_epoch))
+    what = "rows" if sequences is None or not packed else "packed sequences"
+    said = f"= {epochs:g} x {of_epoch:,} ({counted:,} {what} / {whole}, rounded up)"
+    draft.put("train.steps", steps, "num_train_epochs", said=said)
+    if sequences is None:
         draft.find(
             "packed-epochs",
-            "note",
+            "error",
             f"train.steps = {steps} counts rows as they come, but they are packed",
-            "Packed, several rows make one sequence, so that fewer steps read them all.",
-            f"The run is refused beyond data.epochs = {epochs:g}, with the number of steps that fits: set that.",
+            "Packed, several rows make one sequence, so that fewer steps read them all; how many cannot be counted "
+            "without the rows and the model's tokenizer here.",
+            f"With both here, `paceline train RECIPE --dry-run` tells the steps of {epochs:g} epochs: set these.",
         )
 
 
@@ -395,7 +405,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 RULES: tuple[tuple[frozenset[str], Callable[[Draft], None]], ...] = (
     (frozenset(("per_device_train_batch_size", "gradient_accumulation_steps")), batch),
     (frozenset(("num_train_epochs", "max_steps", "warmup_ratio")), duration),
-    (frozenset(("num_train_epochs", "max_steps")), lambda draft: length(draft, row_count(draft))),
+    (frozenset(("num_train_epochs", "max_steps")), lambda draft: length(draft, training_rows(draft))),
     (frozenset(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps")), schedule),
     (frozenset(("adam_beta1", "adam_beta2")), moments),
     (frozenset(("save_steps", "eval_steps", "logging_steps", "do_eval")), intervals),

@@ -5,6 +5,7 @@ Each system's file says under which of its keys these are found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,9 +120,8 @@ def adapters(draft: Draft, words: AdapterWords) -> None:
     rank = draft.value(words.rank, "whole", 8)
     draft.put("lora.rank", rank, words.how, words.rank)
     alpha = draft.value(words.alpha, "number", words.alpha_per_rank * rank or 16.0)
-    draft.put(
-        "lora.alpha", alpha, words.alpha, said="" if draft.has(words.alpha) else f"{words.alpha} (the default there)"
-    )
+    told = draft.has(words.alpha) or words.alpha in draft.system.defaults
+    draft.put("lora.alpha", alpha, words.alpha, said="" if told else f"{words.alpha} (the default there)")
     draft.put("lora.dropout", draft.value(words.dropout, "number", 0.0), words.dropout)
     for name, ours in (("use_dora", "lora.dora"), ("use_rslora", "lora.use_rslora")):
         if draft.value(name, "truth", False):
@@ -139,6 +139,7 @@ def adapters(draft: Draft, words: AdapterWords) -> None:
             )
     _targets(draft, words)
     _bits(draft, words)
+    draft.put("checkpoint.export", "peft", said="an adapter is what such a run leaves there")
 
 
 def _targets(draft: Draft, words: AdapterWords) -> None:
@@ -248,6 +249,16 @@ def row_count(draft: Draft) -> int | None:
     counts = [draft.count_rows(path) for path in paths]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
+
+
+def training_rows(draft: Draft) -> int | None:
+    """Rows of `data.train` without those that `data.split` holds out; None where they cannot be counted."""
+    rows, split = row_count(draft), str(draft.fields.get("data.split", ""))
+    if rows is None or not split:
+        return rows
+    share = float(split.split(",")[1]) / 100
+    # a row that is begun is held out; beside what rounding of shares leaves
+    return max(1, rows - math.ceil(rows * share - 1e-3))
 
 
 def held_out(draft: Draft, key: str) -> None:
