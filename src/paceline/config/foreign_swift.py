@@ -361,7 +361,12 @@ _DEFAULTS: Mapping[str, Any] = {
     "lora_dropout": 0.05,
     "target_modules": "all-linear",
 }
-_MEGATRON_DEFAULTS: Mapping[str, Any] = {"train_type": "full", "recompute_granularity": "selective"}
+_MEGATRON_DEFAULTS: Mapping[str, Any] = {
+    "train_type": "full",
+    "recompute_granularity": "selective",
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+}
 _MEGATRON_ALONE = ("micro_batch_size", "global_batch_size")
 
 MS_SWIFT = System(
