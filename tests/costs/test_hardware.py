@@ -21,6 +21,10 @@ from paceline.errors import ConfigError
         ("NVIDIA B200", "B200 SXM", 2250, 4500),
         ("NVIDIA GB200", "GB200", 2500, 5000),
         ("NVIDIA L40S", "L40S", 362, 733),
+        ("NVIDIA L4", "L4", 121, 242.5),
+        ("NVIDIA A10", "A10", 125, None),
+        ("NVIDIA RTX A5000", "RTX A5000", 111.1, None),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090", 71, None),
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 165.2, 330),
         ("AMD Instinct MI300X OAM", "MI300X", 1307, 2610),
     ],
@@ -43,7 +47,10 @@ def test_names_as_devices_report_them(reported: str, product: str, bf16: float, 
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA A10",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA RTX A5000 Laptop GPU",
+        "NVIDIA A10G",
+        "NVIDIA L40",
         "Quadro RTX 6000",
     ],
 )
@@ -72,7 +79,7 @@ def test_more_than_all_is_an_error() -> None:
 
 
 def test_every_row_is_complete() -> None:
-    assert len(set(hardware_names())) == len(hardware_names()) == 23
+    assert len(set(hardware_names())) == len(hardware_names()) == 27
     for name in hardware_names():
         entry = find_hardware(name)
         assert entry is not None and entry.source and entry.patterns and entry.memory_gb > 0

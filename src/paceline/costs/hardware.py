@@ -165,6 +165,27 @@ _TABLE = (
         memory_share=0.925, patterns=(r"NVIDIA L40S",), multiprocessors=142, source=f"{_STAS}; {_AIC}",
     ),
     Hardware(
+        name="L4", bf16=121, fp8=242.5, memory_gb=24, memory_tb_per_s=0.30, nvlink_gb_per_s=None, pcie_gb_per_s=31,
+        fp32=30.3, tf32=60, memory_share=0.925, patterns=(r"NVIDIA L4",), multiprocessors=58,
+        source=f"NVIDIA's data sheet, half of its sparse figures; at 72 W; {_MEMORY}",
+    ),
+    Hardware(
+        name="A10", bf16=125, fp8=None, memory_gb=24, memory_tb_per_s=0.60, nvlink_gb_per_s=None, pcie_gb_per_s=31,
+        fp32=31.2, tf32=62.5, memory_share=0.925, patterns=(r"(NVIDIA )?A10",), multiprocessors=72,
+        source=f"NVIDIA's data sheet; at 150 W; {_MEMORY}",
+    ),
+    Hardware(
+        name="RTX A5000", bf16=111.1, fp8=None, memory_gb=24, memory_tb_per_s=0.768, nvlink_gb_per_s=None,
+        pcie_gb_per_s=31, fp32=27.8, patterns=(r"(NVIDIA )?RTX A5000",), multiprocessors=64,
+        source=f"NVIDIA's data sheet, half of its sparse figure; NVLink only to a bridged neighbour; {_MEMORY}",
+    ),
+    Hardware(
+        name="RTX 3090", bf16=71, fp8=None, memory_gb=24, memory_tb_per_s=0.936, nvlink_gb_per_s=None,
+        pcie_gb_per_s=31, fp32=35.6, tf32=35.6, patterns=(r"(NVIDIA )?GeForce RTX 3090",), multiprocessors=82,
+        source="NVIDIA's GA102 whitepaper, fp32 accumulation; NVLink only to a bridged neighbour; "
+        f"fp32 and TF32: {_MEMORY}",
+    ),
+    Hardware(
         name="RTX 4090", bf16=165.2, fp8=330, memory_gb=24, memory_tb_per_s=1.008, nvlink_gb_per_s=None,
         pcie_gb_per_s=31, patterns=(r"NVIDIA GeForce RTX 4090",), multiprocessors=128,
         source="waredb and hmc-tech.com; fp32 accumulation",
