@@ -3,14 +3,31 @@
 #
 #     examples/fine_tune.sh [FOLDER]        # default: runs/fine-tune
 #
-# Needs transformers (pip install transformers) to make the model, and to read the result without Paceline.
+# Needs Transformers to make the model, and to read the result without Paceline:
+#
+#     . .venv/bin/activate && pip install -c constraints.txt transformers
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-runs/fine-tune}
-python=${PACELINE_PYTHON:-python}
+python=python
+if [ -x .venv/bin/python ]; then
+    python=.venv/bin/python
+fi
+python=${PACELINE_PYTHON:-$python}
 paceline() { "$python" -m paceline "$@"; }
 say() { printf '\n== %s\n' "$*"; }
 rows=examples/fine_tune/capitals.jsonl
+has() { "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"; }
+if ! has paceline; then
+    echo "error: $python has no Paceline." >&2
+    echo "  Run scripts/demo, which makes .venv, or set PACELINE_PYTHON to a Python that has it." >&2
+    exit 1
+fi
+if ! has transformers; then
+    echo "error: $python has no Transformers, which makes the model of this tour and reads its result." >&2
+    echo "  Install it: $python -m pip install -c constraints.txt transformers" >&2
+    exit 1
+fi
 question="What is the capital of Japan?"
 
 say "1. a model: random weights, a tokenizer, a chat template"

@@ -247,6 +247,11 @@ def test_sequences_longer_than_the_model(command: Command, model: Path, tmp_path
     refused(done, "the model's longest sequence is 128")
 
 
+def test_conversations_are_not_scored_as_one_text(command: Command, model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", GOOD)
+    refused(command("eval", model, rows, "--device", "cpu"), "rows.jsonl holds rows, not one text", "data.valid = ")
+
+
 def test_rows_of_another_task(command: Command, model: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", PAIR)
     refused(train(command, model, rows), "preference pair", "rows.jsonl:1")

@@ -12,6 +12,24 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    bare = tmp_path / "python"  # no site-packages
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    for path, missing in ((ROOT / "src", "has no Transformers"), (tmp_path, "has no Paceline")):
+        done = subprocess.run(
+            ["bash", "examples/fine_tune.sh", str(tmp_path / "tour")],
+            cwd=ROOT,
+            env={**os.environ, "PACELINE_PYTHON": str(bare), "PYTHONPATH": str(path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1 and missing in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "tour").exists()
+
+
 @pytest.mark.slow
 def test_the_tour_runs_and_its_answers_agree(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PACELINE_PYTHON": sys.executable}

@@ -84,6 +84,8 @@ def evaluate(
         # windows are read as prompts are, all of their tokens at once; the loss takes no logits of all of them
         return Speech(batch_size=micro_batch_size, tokens=seq_len or 2048)
 
+    if data:
+        _refuse_rows(data)
     if tasks:
         from paceline.cli.evaluate_tasks import Wanted, ask, refuse_missing
 
@@ -105,6 +107,19 @@ def evaluate(
         _perplexity(speaker, data, seq_len, micro_batch_size, max_tokens, as_json, is_main)
 
     speak(asked, speech, lambda: sys.argv[1:], body)
+
+
+def _refuse_rows(data: str) -> None:
+    from paceline.config.data import names_rows
+
+    if names_rows(data) and not data.endswith(".txt"):
+        raise DataError(
+            f"{data} holds rows, not one text",
+            evidence="Which of their tokens count, and in which template, is said by a recipe: its task, data.mask and "
+            "data.template.",
+            next_step=f"Score them in the run: data.valid = {data!r}, and train.eval_interval, or data.test, once at "
+            "the end.",
+        )
 
 
 def _perplexity(
