@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config.load import load_recipe
+from paceline.explain.cause import Cause
 from paceline.tuner.advice import advice_of, changes_in, share_in
 from paceline.tuner.neutrality import classes_up_to
 from paceline.tuner.settings import TUNABLE
@@ -60,6 +61,14 @@ def test_shares() -> None:
     assert share_in("25.0 % of the step, 1.33x tokens/s") == 0.25
     assert share_in("223.4 % of the step, 100.00x tokens/s") == 0.5, "no finding is believed to give back more"
     assert share_in("not determined") is None and share_in(None) is None
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95, 1.091, 40.0])
+def test_no_cause_promises_more_than_the_step(share: float) -> None:
+    gain = Cause(id="explain.x", subject="", evidence="", next_step="", share=share).finding().gain
+    assert gain is not None and float(gain.split(" ")[0]) <= 100
+    assert gain.endswith("of the step at most") if share > 0.9 else gain == "50.0 % of the step, 2.00x tokens/s"
+    assert share_in(gain) == 0.5
 
 
 def trial(*findings: dict[str, object]) -> Trial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from paceline.tuner.journal import Journal
 from paceline.tuner.processes import Runner
 from paceline.tuner.run import Answer, run_ask
 from paceline.tuner.space import key_of
-from paceline.tuner.trial import Ended
+from paceline.tuner.trial import Ended, Trial
 from tests.tuner.simulated import SPACES, Simulated, two_h200s
 
 
@@ -68,7 +69,13 @@ def test_a_whole_call(tmp_path: Path) -> None:
     assert product == pytest.approx(result.gain.times), "the ladder's steps make up the whole"
     # the recipe can be run, and differs from the base in what is told alone
     written = load_recipe(tmp_path / "t" / "best.toml").config
-    assert written == result.config == asked.space.point(result.best.changes).config  # type: ignore[union-attr]
+    assert result.config == asked.space.point(result.best.changes).config  # type: ignore[union-attr]
+    base_run = asked.space.base.run
+    assert written.run.folder == f"{base_run.folder}-tuned" != base_run.folder, "no run folder is shared with the base"
+    assert written.model_copy(update={"run": base_run}) == result.config
+    begun = [line for line in told if "a step," not in line]
+    assert all(re.search(r"; takes about \d", line) for line in begun), begun
+    assert "of its step in" in begun[1] and "`plan` saves" in begun[1], begun[1]
     data = json.loads((tmp_path / "t" / "result.json").read_text())
     assert data["gain"] == pytest.approx(result.gain.times) and data["findings"][0]["id"] == "tune.gain"
     profile = read_calibration(tmp_path / "t" / "calibration.toml")["paceline"]
@@ -377,7 +384,55 @@ def test_the_recipe_says_what_was_changed(tmp_path: Path) -> None:
     text = (tmp_path / "best.toml").read_text()
     for key in answer.result.changes:
         assert f"#   {key} = " in text
-    assert validate(tomllib.loads(text)) == answer.result.config
+    written = validate(tomllib.loads(text))
+    assert written.run.name == f"{answer.result.config.run.name}-tuned"
+    assert written.model_copy(update={"run": answer.result.config.run}) == answer.result.config
+
+
+def test_what_is_faster_within_noise_alone_is_said_to_be(tmp_path: Path) -> None:
+    from paceline.tuner import show
+
+    answer, asked = whole_answer(tmp_path)
+    result = answer.result
+    assert result.base is not None
+    measured = result.base.ended.measured
+    assert measured is not None
+
+    def like_base(times: float) -> Trial:
+        seconds = tuple(one / times for one in measured.seconds_by_step)
+        ended = replace(result.base.ended, measured=replace(measured, seconds_by_step=seconds))  # type: ignore[union-attr]
+        return replace(result.base, number=99, changes={"train.gc_interval": 7}, ended=ended)  # type: ignore[type-var]
+
+    def last_line(times: float) -> str:
+        one = like_base(times)
+        trials = (result.base, one)
+        of = replace(result, rungs=(), best=result.base, trials=trials, others=((one, ()),))  # type: ignore[arg-type]
+        table = show.tables(of, asked.space)[-1]
+        assert table.title == "Tried, and not taken"
+        return str(table.to_text().splitlines()[-1])
+
+    assert "but within noise" in last_line(1 + result.noise)
+    assert "but repeats did not confirm it" in last_line(1 + 10 * result.noise)
+    assert "noise" not in last_line(0.9) and "faster" not in last_line(0.9)
+
+
+def test_findings_whose_change_is_in_force_are_not_told(tmp_path: Path) -> None:
+    from paceline.tuner import show
+
+    answer, _ = whole_answer(tmp_path)
+    result = answer.result
+    interval = result.config.train.gc_interval
+
+    def told_of(value: int) -> list[str]:
+        finding = {
+            "id": "explain.garbage-collection", "severity": "warning", "subject": "collection", "evidence": "",
+            "next_step": f"--set train.gc_interval={value} collects rarely.", "gain": None,
+        }  # fmt: skip
+        best = replace(result.best, ended=replace(result.best.ended, findings=(finding,)))
+        found = show.findings(replace(result, best=best), "done", "best.toml")
+        return [one.id for one in found if one.id == "explain.garbage-collection"]
+
+    assert told_of(interval) == [] and len(told_of(interval + 1)) == 1
 
 
 def test_trials_of_a_wider_search_do_not_win(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from paceline.report.finding import Finding, Severity
 
 WARNING, NOTE = 0.08, 0.02
 """Shares of a step from which on a cause is a warning, and from which on it is worth a note."""
+MOST = 0.9
+"""Of a step, up to which a speed-up is told: beyond it what is left is smaller than what clocks differ by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,10 @@ class Cause:
     def _gain(self) -> str | None:
         if self.share is None:
             return "not determined"
-        return f"{units.percent(self.share)} of the step, {self.speed_up:.2f}x tokens/s"
+        share = min(max(self.share, 0.0), 1.0)
+        if share > MOST:
+            return f"{units.percent(share)} of the step at most"
+        return f"{units.percent(share)} of the step, {self.speed_up:.2f}x tokens/s"
 
 
 def ranked(causes: Iterable[Cause]) -> list[Cause]:

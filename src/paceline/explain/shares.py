@@ -99,12 +99,16 @@ class Shares:
     @cached_property
     def collections(self) -> Numbers:
         """Garbage collection; it lies within other phases."""
-        return np.nan_to_num(self.view.column("gc_us")) * 1e-6
+        return self._within_step("gc_us")
 
     @cached_property
     def queue(self) -> Numbers:
         """The training thread could run and had no processor; it lies within other phases."""
-        return np.nan_to_num(self.view.column("thread_queue_us")) * 1e-6
+        return self._within_step("thread_queue_us")
+
+    def _within_step(self, name: str) -> Numbers:
+        """The kernel's and Python's own counters are read beside the step's clock: no step holds more than itself."""
+        return np.nan_to_num(np.fmin(self.view.column(name), self.view.column("wall_us"))) * 1e-6
 
     @cached_property
     def axis_waits(self) -> dict[str, Numbers]:

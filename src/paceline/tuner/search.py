@@ -36,6 +36,20 @@ _PER_CHANGE = 0.001
 """Improvement that each change must bring, in logarithms: of two alike the plainer recipe is tried."""
 _STEPS = 24
 """Of a walk."""
+_WORTH_NAMING = 0.01
+"""Of a step: what a part must save to be named."""
+_PARTS = {
+    "gemm": "matrix products",
+    "memory_bound": "memory-bound operators",
+    "launch": "kernel launches",
+    "recompute": "recomputation",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer",
+    "offload": "copies to host memory",
+    "overhead": "the host",
+    **{f"{axis}_communication": f"communication of {axis}" for axis in ("tp", "cp", "ep", "pp", "dp")},
+}
+"""Parts of `costs.step.PARTS` for people."""
 
 
 Note = Callable[[Iterable[Point]], list[Point]]
@@ -320,5 +334,20 @@ class Search:
             return f"expected to need {1 - size / self.value_of(last):.0%} less memory than the best so far"
         ratio = last.even_seconds / seconds
         if ratio > 1:
-            return f"expected to be {ratio:.2f} times as fast as the best so far, give or take {doubt:.0%}"
+            faster = f"expected to be {ratio:.2f} times as fast as the best so far, give or take {doubt:.0%}"
+            return faster + self._saved(last, point)
         return f"expected to be no faster than the best so far, but that is known to {doubt:.0%} only"
+
+    def _saved(self, last: Trial, point: Point) -> str:
+        """The parts of a step that the planner expects to save most of, for as many sequences; empty where none."""
+        best = self.space.point(last.changes)
+        if best is None:
+            return ""
+        whole = best.estimate.seconds / best.batch_ratio
+        saved = {
+            name: (seconds / best.batch_ratio - point.estimate.parts[name] / point.batch_ratio) / whole
+            for name, seconds in best.estimate.parts.items()
+        }
+        most = sorted((name for name in saved if saved[name] >= _WORTH_NAMING), key=lambda name: -saved[name])[:2]
+        told = " and ".join(f"{saved[name]:.0%} of its step in {_PARTS.get(name, name)}" for name in most)
+        return f"; `plan` saves {told}" if told else ""

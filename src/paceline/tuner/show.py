@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.config.load import dump_recipe
+from paceline.config.run import RunConfig
 from paceline.report import units
 from paceline.report.finding import Finding, findings_dict
 from paceline.report.findings_page import findings_page
 from paceline.report.html import section, table_html
 from paceline.report.table import Table, table
+from paceline.tuner.advice import changes_in
 from paceline.tuner.ladder import Change, Result, Rung
 from paceline.tuner.neutrality import SAID
-from paceline.tuner.space import Space
-from paceline.tuner.trial import Trial
+from paceline.tuner.noise import SURE
+from paceline.tuner.space import Space, value_at
+from paceline.tuner.trial import Changes, Trial
 from paceline.tuner.tune import SAID as STOPPED
 from paceline.tuner.tune import Stopped, settings_text, told, value_text
 
@@ -118,10 +122,31 @@ def _change_text(change: Change) -> str:
 
 def _others_table(result: Result) -> Table:
     rows = [
-        (str(trial.number), "; ".join(map(_change_text, changes)) or "the recipe as it is", told(trial))
+        (str(trial.number), "; ".join(map(_change_text, changes)) or "the recipe as it is", _came_of(result, trial))
         for trial, changes in result.others
     ]
-    return table((">trial", "change from the best before it", "what came of it"), rows, title="Tried, and did not help")
+    return table((">trial", "change from the best before it", "what came of it"), rows, title="Tried, and not taken")
+
+
+def _came_of(result: Result, trial: Trial) -> str:
+    """What was measured of it, and why that is not enough where it is better than the best before it."""
+    rungs = [*([result.base] if result.base is not None else []), *(rung.trial for rung in result.rungs)]
+    before = [rung for rung in rungs if rung.number < trial.number]
+    if not trial.is_good or not before:
+        return told(trial)
+    times = _mean(result, before[-1]) / _mean(result, trial)
+    if times <= 1:
+        return told(trial)
+    better = f"{units.percent(times - 1)} {'faster' if result.goal.objective == 'tokens' else 'less memory'}"
+    least = SURE * result.noise * math.sqrt(1 / len(_same(result, before[-1])) + 1 / len(_same(result, trial)))
+    if times - 1 <= least:
+        return f"{told(trial)}; {better}, but within noise ({units.percent(least)})"
+    return f"{told(trial)}; {better} than that, but repeats did not confirm it, or another recipe is as good"
+
+
+def _mean(result: Result, trial: Trial) -> float:
+    values = [result.goal.value(one) for one in _same(result, trial)]
+    return sum(values) / len(values)
 
 
 # ---- findings
@@ -161,7 +186,8 @@ def _outcome(result: Result, stopped: Stopped, recipe: str) -> Iterator[Finding]
             id="tune.gain",
             severity="note",
             subject=f"{len(result.changes)} change{'s' * (len(result.changes) > 1)} of settings: {_gain_text(result)}",
-            evidence=f"Measured, against noise of {units.percent(result.gain.least)}.{unsure} Search: {over}.",
+            evidence=f"Measured; to count it had to be more than {units.percent(result.gain.least)}, two standard "
+            f"deviations of this comparison, one trial has {units.percent(result.noise)}.{unsure} Search: {over}.",
             next_step=f"Use {recipe}, or {sets}.",
             gain=_gain_text(result),
         )
@@ -212,9 +238,9 @@ def _before(result: Result, key: str) -> Any:
 
 
 def _of_best(result: Result) -> Iterator[Finding]:
-    """What `explain` says of the best trial, as far as it is no change that was tried."""
+    """What `explain` says of the best trial, but for what its recipe does already."""
     for found in result.best.ended.findings:
-        if found["severity"] in _SHOWN_FINDINGS:
+        if found["severity"] in _SHOWN_FINDINGS and not _in_force(result, changes_in(str(found["next_step"]))):
             yield Finding(
                 id=found["id"],
                 severity="note" if found["severity"] == "note" else "warning",
@@ -223,6 +249,10 @@ def _of_best(result: Result) -> Iterator[Finding]:
                 next_step=found["next_step"],
                 gain=found["gain"],
             )
+
+
+def _in_force(result: Result, changes: Changes) -> bool:
+    return bool(changes) and all(value_at(result.config, key) == value for key, value in changes.items())
 
 
 # ---- data, page, recipe
@@ -306,4 +336,13 @@ def recipe_text(result: Result, space: Space, source: str) -> str:
         lines.append(f"#   {_change_text(change)}: {SAID[change.neutrality]}")
     if result.gain is not None:
         lines += ["#", f"# Measured: {_gain_text(result)}; {_basis(result)}."]
-    return "\n".join(lines) + "\n\n" + dump_recipe(result.config)
+    return "\n".join(lines) + "\n\n" + dump_recipe(_named(result))
+
+
+def _named(result: Result) -> RunConfig:
+    """The recipe under a name of its own where it is another one, so that the two do not share a run folder."""
+    config = result.config
+    if not result.changes:
+        return config
+    named = {key: f"{value}-tuned" for key in ("name", "dir") if (value := getattr(config.run, key))}
+    return config.model_copy(update={"run": config.run.model_copy(update=named)})

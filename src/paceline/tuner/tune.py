@@ -126,7 +126,8 @@ class Tuning:
     def _try(self, wanted: _Next) -> bool:
         """False where this call's time was over before the trial was: it counts for nothing then."""
         number = len(self.trials) + self.journal.lost
-        self.tell(f"trial {number}: {self._shown(wanted.point)}; {wanted.why}")
+        takes = f"; takes about {units.duration(self._cost(wanted.expected))}"
+        self.tell(f"trial {number}: {self._shown(wanted.point)}; {wanted.why}{takes}")
         if not self.trials and (hopeless := self._hopeless(wanted.point)):
             self.journal.append(self._judged(number, wanted, Ended(seconds=0.0, failure="memory", reason=hopeless)))
             self.tell(f"trial {number}: {told(self.trials[-1])}")
