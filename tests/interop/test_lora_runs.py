@@ -18,6 +18,7 @@ from paceline.generate.load import recipe_of as recipe_of_checkpoint
 from paceline.interop.compare import logits_of
 from paceline.interop.convert import Options, convert
 from paceline.interop.peft import merge, read_adapter
+from paceline.interop.peft_read import adapter_source
 from paceline.interop.peft_write import convert_adapter
 from paceline.interop.sources import open_source
 from tests.interop import hub_folders as hub
@@ -150,6 +151,36 @@ def test_a_run_is_a_base_with_its_adapters_merged(source: Path, data: str, tmp_p
     losses = run(1, recipe(first, tmp_path / "second", data, "optim.lr=1e-30", steps=1))
     base = run(1, recipe(source, tmp_path / "base", data, "optim.lr=1e-30", steps=1))
     assert losses[0] != base[0]
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(
+    source: Path, data: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    run(1, recipe(source, folder, data, steps=2))
+    assert convert_adapter(folder, tmp_path / "whole").notes == ()
+    damaged = folder / "checkpoints/step_00000002"
+    file = max((path for path in damaged.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-20])
+    written = convert_adapter(folder, tmp_path / "older")
+    assert written.checkpoint.name == "step_00000001"
+    for notes in (written.notes, open_source(folder).notes):
+        assert str(damaged) in notes[0] and file.name in notes[0], notes
+        assert "step_00000001" in notes[1]
+    config = recipe_of_checkpoint(find_checkpoint(folder))
+    assert adapter_source(folder, config.model, config.lora) is not None
+    assert str(damaged) in caplog.text and "step_00000001, step 1" in caplog.text
+
+
+def test_a_base_that_peft_cannot_open_is_left_out_and_told(source: Path, data: str, tmp_path: Path) -> None:
+    """A run that began with another run: that one's weights are in no folder of the hub."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(1, recipe(source, first, data, steps=1))
+    run(1, recipe(first, second, data, steps=1))
+    written = convert_adapter(second, tmp_path / "by hand")
+    assert str(first) in written.notes[0] and "--to hf" in written.notes[0]
+    for folder in (tmp_path / "by hand", second / "exports/step_00000001"):
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] is None
 
 
 def test_a_base_in_fewer_bits(source: Path, data: str, tmp_path: Path) -> None:

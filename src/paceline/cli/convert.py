@@ -91,7 +91,10 @@ def convert(
         from paceline.interop.peft_write import convert_adapter
 
         written = convert_adapter(source, target)
-        typer.echo(f"{target}: an adapter of {written.num_tensors} tensors, {size(written.num_bytes)}")
+        for note in written.notes:
+            make_console(stderr=True).print(note, soft_wrap=True, markup=False)
+        of = f"{written.num_tensors} tensors, {size(written.num_bytes)}, of {written.checkpoint}"
+        typer.echo(f"{target}: an adapter of {of}")
         return
     if to and to not in FORMATS:
         raise ConfigError(f"--to {to} is unknown", next_step=f"Take {', '.join((*FORMATS, 'peft'))}.")

@@ -71,8 +71,8 @@ def read_adapter(path: Path) -> Adapter:
     """Reads an adapter; it is small, so all of it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a setting is no number, a pair is not whole, or the adapter is not
-            plain LoRA beside the model's own matrices.
+        CheckpointError: a file is missing or damaged, a setting is no number, a pair is not whole, or the adapter is
+            not plain LoRA beside the model's own matrices.
     """
     config = _read_config(path)
     settings = Settings.of(path, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tomllib
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.adapters import Pair, pairs_of
-from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.weights import CheckpointSource, WeightSource
 from paceline.config.load import validate
@@ -21,7 +21,9 @@ from paceline.errors import CheckpointError
 from paceline.interop.hf_links import hf_links, model_shapes
 from paceline.interop.peft import CONFIG, misfits, own_pairs, read_adapter
 from paceline.interop.sidecars import hub_config
-from paceline.interop.sources import is_adapted
+from paceline.interop.sources import is_adapted, newest_told
+
+log = logging.getLogger(__name__)
 
 
 def adapter_source(path: Path, model: ModelConfig, lora: LoraConfig) -> WeightSource | None:
@@ -39,7 +41,9 @@ def adapter_source(path: Path, model: ModelConfig, lora: LoraConfig) -> WeightSo
             raise _misfit(path, problems)
         pairs: Mapping[str, Pair] = own_pairs(adapter, table)
     elif is_adapted(path):
-        checkpoint = find_checkpoint(path)
+        checkpoint, notes = newest_told(path)
+        for note in notes:
+            log.warning("%s", note)
         pairs = pairs_of(CheckpointSource(checkpoint), validate(tomllib.loads(checkpoint.recipe())).lora)
     else:
         return None

@@ -6,6 +6,7 @@ Adapters are small, so all of one is gathered in the memory of the first rank, i
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tomllib
 import uuid
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from paceline.checkpoint.adapters import BaseReference, Pair, pairs_of
 from paceline.checkpoint.files import sync_folder
-from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.weights import CheckpointSource, ExportJob
 from paceline.config.hub import is_hub_folder, read_config
 from paceline.config.load import validate
@@ -32,7 +32,10 @@ from paceline.interop.hf_links import hf_links
 from paceline.interop.links import Link
 from paceline.interop.peft import CONFIG, WEIGHTS
 from paceline.interop.sidecars import hub_config, read_sidecars, read_template
+from paceline.interop.sources import newest_told
 from paceline.interop.text_files import text_files_of
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "base_model.model."
 
@@ -50,8 +53,12 @@ class AdapterNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
+    checkpoint: Path
+    """The one that was taken."""
     num_tensors: int
     num_bytes: int
+    notes: tuple[str, ...]
+    """Lines on what should be known: checkpoints that were passed over, a base that PEFT cannot open."""
 
 
 def adapter_names(model: ModelConfig, lora: LoraConfig, template: dict[str, Any] | None = None) -> AdapterNames:
@@ -92,7 +99,7 @@ def _their_rows(value: Tensor, link: Link) -> Tensor:
 
 
 def peft_config(lora: LoraConfig, names: AdapterNames, base: str) -> dict[str, Any]:
-    """`adapter_config.json`; ``base`` is the folder or hub name of the weights that the adapter belongs to."""
+    """`adapter_config.json`; ``base`` is the hub folder that it belongs to, empty where PEFT has none to open."""
     modules = [link.theirs.removesuffix(".weight") for link in names.modules.values()]
     leaves = sorted({module.rpartition(".")[2] for module in modules})
     # PEFT takes an entry for the end of a module's name: short ones only where nothing else ends so
@@ -163,7 +170,7 @@ def convert_adapter(source: Path, target: Path) -> Written:
         CheckpointError: ``source`` holds none, or cannot be read.
     """
     refuse_existing(target)
-    checkpoint = find_checkpoint(source)
+    checkpoint, notes = newest_told(source)
     lora_recipe = validate(tomllib.loads(checkpoint.recipe()))
     base = BaseReference.from_extra(checkpoint.state().extra)
     if base is None:
@@ -175,8 +182,20 @@ def convert_adapter(source: Path, target: Path) -> Written:
     names = adapter_names(lora_recipe.model, lora_recipe.lora, _template(base.source))
     files = read_sidecars(text_files_of(checkpoint, lora_recipe, {}).files)
     tensors = peft_tensors(pairs_of(CheckpointSource(checkpoint), lora_recipe.lora), names)
-    num_bytes = write_peft(target, peft_config(lora_recipe.lora, names, base.source), tensors, files)
-    return Written(num_tensors=len(tensors), num_bytes=num_bytes)
+    opened_by_peft, told = _base_for_peft(base.source)
+    num_bytes = write_peft(target, peft_config(lora_recipe.lora, names, opened_by_peft), tensors, files)
+    return Written(checkpoint=checkpoint.folder, num_tensors=len(tensors), num_bytes=num_bytes, notes=(*notes, *told))
+
+
+def _base_for_peft(source: str) -> tuple[str, tuple[str, ...]]:
+    """What `base_model_name_or_path` can be, and what is to be told of it: only a hub's folder is one to PEFT."""
+    if not source or not Path(source).is_dir() or is_hub_folder(source):
+        return source, ()
+    note = (
+        f"base_model_name_or_path is left empty: the base is {source}, which PEFT cannot open. "
+        f"Write it for PEFT: paceline convert {source} BASE --to hf."
+    )
+    return "", (note,)
 
 
 def _template(source: str) -> dict[str, Any] | None:
@@ -202,7 +221,10 @@ def export_peft(job: ExportJob) -> None:
     def write() -> None:
         pairs = _pairs(found, job.lora)
         files = {name: path.read_bytes() for name, path in job.files.items() if name != "config.json"}
-        write_peft(job.folder, peft_config(job.lora, names, job.base), peft_tensors(pairs, names), files)
+        base, notes = _base_for_peft(job.base)
+        for note in notes:
+            log.warning("%s: %s", job.folder, note)
+        write_peft(job.folder, peft_config(job.lora, names, base), peft_tensors(pairs, names), files)
 
     job.ranks.from_first(f"writing {job.folder}", write)
 

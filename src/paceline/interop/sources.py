@@ -15,6 +15,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.adapters import BaseReference, whole_model
 from paceline.checkpoint.locate import find_checkpoint, step_folders
 from paceline.checkpoint.pieces import Box
+from paceline.checkpoint.store import Checkpoint
 from paceline.checkpoint.weights import COMPANIONS, CheckpointSource, WeightSource
 from paceline.config.hub import is_hub_folder, model_of, read_config
 from paceline.config.load import validate
@@ -28,6 +29,7 @@ from paceline.interop.megatron import MegatronFolder
 from paceline.interop.megatron_files import is_megatron
 from paceline.interop.sidecars import read_sidecars, read_template, sidecars_in
 from paceline.interop.text_files import text_files_of
+from paceline.report.finding import Finding
 
 Format = Literal["hf", "paceline", "megatron"]
 FORMATS: tuple[Format, ...] = ("hf", "paceline", "megatron")
@@ -154,9 +156,17 @@ def _open_megatron(path: Path, like: Path | None, ignore_keys: Iterable[str]) ->
     )
 
 
+def newest_told(path: Path) -> tuple[Checkpoint, tuple[str, ...]]:
+    """As `find_checkpoint`, with a line on each damaged one that was passed over, and then on the one that is taken."""
+    passed: list[Finding] = []
+    checkpoint = find_checkpoint(path, report=passed.append)
+    notes = tuple(f"{finding.subject} {finding.evidence}" for finding in passed)
+    return checkpoint, (*notes, f"Taken in its place: {checkpoint.folder}, step {checkpoint.step}.") if notes else ()
+
+
 def open_paceline(path: Path) -> Opened:
     """The newest whole checkpoint of a run, or one checkpoint."""
-    checkpoint = find_checkpoint(path)
+    checkpoint, notes = newest_told(path)
     folder = checkpoint.folder
     try:
         recipe = validate(tomllib.loads(checkpoint.recipe()))
@@ -167,12 +177,11 @@ def open_paceline(path: Path) -> Opened:
             next_step="Use the version of paceline that wrote it (`versions` in its state.json).",
         ) from error
     weights: WeightSource = CheckpointSource(checkpoint)
-    notes: tuple[str, ...] = ()
     if recipe.lora.on:
         reference = BaseReference.from_extra(checkpoint.state().extra)
         weights = whole_model(weights, recipe.lora, reference, _open_base, str(folder))
         assert reference is not None
-        notes = (f"The adapters of {folder} are merged into {reference.source}.",)
+        notes = (*notes, f"The adapters of {folder} are merged into {reference.source}.")
     _account(folder, recipe.model, weights)
     places = [folder / COMPANIONS, folder.parent.parent / COMPANIONS]
     if recipe.model.init_from and is_hub_folder(recipe.model.init_from):
