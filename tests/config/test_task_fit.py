@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.config.adapters import adapter_notes
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import resolve
 from paceline.config.task import TASK_KINDS
@@ -79,3 +80,19 @@ def test_numbers_have_bounds() -> None:
     for wrong in ("task.beta=0", "task.label_smoothing=0.5", "task.neftune_alpha=-1", "task.dpo_loss=kto_pair"):
         with pytest.raises(ConfigError, match="task"):
             resolve({}, [*SMALL, wrong])
+
+
+@pytest.mark.parametrize(
+    ("sets", "is_told"),
+    [
+        (("task.kind=dpo", "lora.init_adapter=there"), True),
+        (("task.kind=kto", "lora.init_adapter=there"), True),
+        (("task.kind=dpo",), False),
+        (("task.kind=orpo", "lora.init_adapter=there"), False),
+        (("task.kind=dpo", "lora.init_adapter=there", "task.reference=other"), False),
+    ],
+)
+def test_a_reference_without_the_adapter_that_a_run_begins_with_is_told(sets: tuple[str, ...], is_told: bool) -> None:
+    resolved = resolve({}, [*SMALL, "lora.rank=4", "model.init_from=base", *sets])
+    found = {finding.id: finding.severity for finding in adapter_notes(resolved.config)}
+    assert found == ({"config.lora-reference": "note"} if is_told else {})

@@ -71,6 +71,15 @@ def adapter_notes(config: RunConfig) -> Iterator[Finding]:
             evidence="model.init_from is empty: the frozen weights are random, and stay so.",
             next_step="Set model.init_from to a Hugging Face folder or a run.",
         )
+    if config.lora.init_adapter and config.task.reads_reference and config.task.reference == "initial":
+        yield Finding(
+            id="config.lora-reference",
+            severity="note",
+            subject="The reference model is the base without lora.init_adapter: not what the run begins with",
+            evidence="The adapter is switched off for it, so the first loss is not that of two equal models.",
+            next_step="For a reference with the adapter in it: merge it (paceline convert MODEL NEW --to hf --adapter "
+            "ADAPTER), set model.init_from = NEW and leave lora.init_adapter out.",
+        )
     if config.model.is_moe and "all-linear" in config.lora.targets:
         yield Finding(
             id="config.lora-experts",
