@@ -106,5 +106,6 @@ def test_what_is_given_up_keeps_its_shape() -> None:
 def test_nf4_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchao", "torchao.quantization", "torchao.dtypes.nf4tensor"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"lora\.base = 'nf4' needs torchao"):
+    with pytest.raises(ConfigError, match=r"lora\.base = 'nf4' needs torchao") as caught:
         refuse_without_torchao()
+    assert "pip install 'paceline[qlora]'" in caught.value.next_step

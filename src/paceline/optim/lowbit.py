@@ -45,7 +45,7 @@ class AdamW8bitRule:
             raise ConfigError(
                 "optim.name = 'adamw8bit' needs the package torchao, which is not installed",
                 evidence=str(error),
-                next_step="pip install paceline[lowbit], or set optim.name = 'adamw'.",
+                next_step="pip install 'paceline[lowbit]', or set optim.name = 'adamw'.",
             ) from error
         self._groups = tuple(groups)
         self._views = {

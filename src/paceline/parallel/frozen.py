@@ -49,7 +49,7 @@ def refuse_without_torchao() -> None:
         raise ConfigError(
             "lora.base = 'nf4' needs torchao",
             evidence=f"It cannot be imported here: {error}.",
-            next_step="pip install --no-deps torchao==0.18.0, or set lora.base = 'bf16'.",
+            next_step="pip install 'paceline[qlora]', or set lora.base = 'bf16'.",
         ) from error
 
 
