@@ -107,6 +107,8 @@ CHOICES = (
         sets=("train.fp8_experts=true",),
         company=("train.precision=fp8", "parallel.expert_kernels=grouped"),
     ),
+    Choice(name="fp8 uncached", sets=("train.fp8_weight_cache=false",), company=("train.precision=fp8",)),
+    Choice(name="fp8 weights only", sets=("train.fp8_weights_only=true",), company=("train.precision=fp8",)),
     Choice(name="recompute selective", sets=("parallel.recompute=selective",)),
     Choice(name="recompute full", sets=("parallel.recompute=full",)),
     Choice(name="muon", sets=("optim.name=muon",)),
