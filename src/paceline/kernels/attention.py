@@ -167,8 +167,9 @@ def reference_attention(
         scores_MNS = softcap * torch.tanh(at_least_fp32(scores_MNS) / softcap)
     allowed_B1TS = mask.allowed(T, S, q_BTHD.device)
     if allowed_B1TS is not None:
-        # in place: a copy of the scores is most of what masking costs
-        scores_MNS.view(B, G, -1, T, S).masked_fill_(~allowed_B1TS[:, :, None], float("-inf"))
+        # not in place: selective recomputation keeps what products have written
+        scores_BGRTS = scores_MNS.view(B, G, -1, T, S)
+        scores_MNS = scores_BGRTS.masked_fill(~allowed_B1TS[:, :, None], float("-inf")).view(B * G, -1, S)
     probs_MNS = scores_MNS.softmax(-1, dtype=torch.promote_types(scores_MNS.dtype, torch.float32))
     o_MNE = torch.bmm(F.dropout(probs_MNS, dropout).to(v_BSGE.dtype), v_MSE)
     return o_MNE.view(B, G, -1, T, E).permute(0, 3, 1, 2, 4).reshape(B, T, H, E)
