@@ -28,6 +28,7 @@ from dense_report import FIGURES
 from dense_results import DenseResults, OneGpuResults
 from dense_table import loss_text, tflops
 from found import an_object, bench_record, every_step, metrics, rounded, wanted_steps
+from jobs import bench_command
 from runner import Bench, Found, main
 
 
@@ -49,9 +50,7 @@ def command_of(job: Job, folder: Path) -> list[str]:
         ]
     if job.kind in ("train", "curve"):
         return ["-m", "paceline", "train", job.recipe, f"--nproc={job.processes}", *sets, f"--set=run.dir={folder}/run"]
-    measured = [f"--warm-up={job.warm_up}", f"--steps={job.steps}", f"--gemm-seconds={job.gemm_seconds}"]
-    command = ["-m", "paceline", "bench", "train", job.recipe, f"--nproc={job.processes}"]
-    return [*command, *measured, f"--out={folder}/line.jsonl", *sets]
+    return bench_command(job, folder, gemm_seconds=job.gemm_seconds)
 
 
 def found_in(job: Job, folder: Path) -> Found:

@@ -29,6 +29,7 @@ from eight_gpus_found import found_by
 from eight_gpus_jobs import COUNTS, PARTS, Job, jobs_of, tiny
 from eight_gpus_results import EightResults, name_of
 from eight_gpus_targets import figures
+from jobs import bench_command
 from runner import Bench, Found, main
 
 NO_MULTICAST = {
@@ -45,9 +46,7 @@ def command_of(job: Job, folder: Path) -> list[str]:
         return ["bench/eight_gpus_doctor.py", job.recipe, f"--nproc={job.processes}", f"--folder={folder}", *sets]
     if job.kind == "run":
         return ["-m", "paceline", "train", job.recipe, f"--nproc={job.processes}", *sets, f"--set=run.dir={folder}/run"]
-    measured = [f"--warm-up={job.warm_up}", f"--steps={job.steps}", f"--gemm-seconds={job.gemm_seconds}"]
-    command = ["-m", "paceline", "bench", "train", job.recipe, f"--nproc={job.processes}"]
-    return [*command, *measured, f"--out={folder}/line.jsonl", *sets]
+    return bench_command(job, folder, gemm_seconds=job.gemm_seconds)
 
 
 def found_in(job: Job, folder: Path) -> Found:

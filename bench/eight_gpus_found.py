@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eight_gpus_jobs import Job
-from found import an_object, bench_record, metrics, wanted_steps
+from found import an_object, bench_record, metrics, ran_out, wanted_steps
 
 from paceline.config.load import load_recipe
 from paceline.costs.layers import training_flops_per_token
@@ -31,7 +31,6 @@ FIGURES = (
     "loss",
 )
 """Of the record of `paceline bench`, what the page shows."""
-_RAN_OUT = re.compile(r".*(CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED).*")
 
 
 def found_by(job: Job, folder: Path) -> dict[str, Any]:
@@ -47,9 +46,8 @@ def found_by(job: Job, folder: Path) -> dict[str, Any]:
             return {"bench": bench_record(folder, FIGURES)}
         return {"run": run_figures(job, folder / "run")}
     except OSError:
-        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
-        if said := _RAN_OUT.search(log):
-            return {"ran_out": {"said": said.group().strip()[:300]}}
+        if entry := ran_out(folder):
+            return entry
         raise
 
 

@@ -23,6 +23,7 @@ from eight_gpus_jobs import COUNTS, ROOT, Job, all_jobs, tiny
 from eight_gpus_report import DRY_RUN
 from eight_gpus_results import EightResults
 from eight_gpus_targets import figures
+from plan_predict import tell
 from plan_results import AFTER
 from results import OWN, DamagedFileError
 
@@ -145,11 +146,7 @@ def main() -> None:
     jobs = [tiny(job) for job in jobs] if options.tiny else jobs
     made = predict_all(jobs, results, gpu, again=options.again, commit=commit_of())
     results.write()
-    for key in made:
-        found = results.predictions[key]
-        fits = "" if found["fits"] else ", does not fit"
-        print(f"{key}: {found['step_seconds']:.3f} s, {found['memory_gib']:.1f} GiB{fits}", flush=True)
-    print(f"{len(made)} predicted now, {len(results.predictions)} in all", flush=True)
+    tell(made, results.predictions)
 
 
 if __name__ == "__main__":

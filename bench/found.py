@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs import Job
+
+_RAN_OUT = re.compile(r".*(CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED).*")
 
 
 def an_object(text: str) -> dict[str, Any]:
@@ -33,6 +36,26 @@ def bench_record(folder: Path, figures: Sequence[str]) -> dict[str, Any]:
         raise LookupError(f"no {', '.join(missing)}")
     del record["recipe"]  # recipe and command say it
     return record
+
+
+def bench_or_ran_out(folder: Path, figures: Sequence[str]) -> dict[str, Any]:
+    """Of an entry: the line of `paceline bench`, or that memory ran out.
+
+    Raises:
+        OSError, LookupError, ValueError: it left nothing usable, and not for lack of memory.
+    """
+    try:
+        return {"bench": bench_record(folder, figures)}
+    except OSError:
+        if entry := ran_out(folder):
+            return entry
+        raise
+
+
+def ran_out(folder: Path) -> dict[str, Any]:
+    """What an entry says where memory ran out, by the log; empty where it did not."""
+    said = _RAN_OUT.search((folder / "log").read_text(encoding="utf-8", errors="replace"))
+    return {"ran_out": {"said": said.group().strip()[:300]}} if said else {}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +29,10 @@ class Job:
     @property
     def key(self) -> str:
         return f"{self.part}/{self.name}"
+
+
+def bench_command(job: Job, folder: Path, *, gemm_seconds: float) -> list[str]:
+    """Arguments of Python for a `paceline bench train` that leaves its line in the folder, for `found.bench_record`."""
+    measured = [f"--warm-up={job.warm_up}", f"--steps={job.steps}", f"--gemm-seconds={gemm_seconds}"]
+    command = ["-m", "paceline", "bench", "train", job.recipe, f"--nproc={job.processes}"]
+    return [*command, *measured, f"--out={folder}/line.jsonl", *(f"--set={item}" for item in job.sets)]

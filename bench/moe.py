@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from found import an_object, bench_record, every_step, metrics, rounded, wanted_steps
+from jobs import bench_command
 from moe_jobs import PARTS, Job, jobs_of, tiny
 from moe_report import FIGURES, page
 from results import Results
@@ -60,9 +61,7 @@ def command_of(job: Job, folder: Path) -> list[str]:
     if job.kind in ("train", "curve"):
         return ["-m", "paceline", "train", job.recipe, f"--nproc={job.processes}", *sets, f"--set=run.dir={folder}/run"]
     if job.kind == "bench":
-        measured = [f"--warm-up={job.warm_up}", f"--steps={job.steps}", f"--gemm-seconds={job.gemm_seconds}"]
-        command = ["-m", "paceline", "bench", "train", job.recipe, f"--nproc={job.processes}"]
-        return [*command, *measured, f"--out={folder}/line.jsonl", *sets]
+        return bench_command(job, folder, gemm_seconds=job.gemm_seconds)
     # one process without a launcher, whose own last lines would hide those of what failed
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}"]
     launcher = several if job.processes > 1 else []

@@ -21,6 +21,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,21 @@ def measure(
         loss = torch.stack(losses).mean()
         if step == options.warm_up:
             reset_peak_memory(device)
-    seconds = clock.seconds()[-options.steps :]
-    peak = memory_stats(device).peak_bytes / GIB
-    gemm = sustained_gemm(device, seconds=options.gemm_seconds)
-    tokens_per_second = train.global_batch_size * train.seq_len / statistics.median(seconds) / info.world_size
+    return {
+        **speed_of(config, device, clock.seconds()[-options.steps :], info.world_size, options.gemm_seconds),
+        "loss": loss.item(),
+        "parameters": system.num_parameters,
+        "versions": {**versions(), "transformers": transformers.__version__},
+    }
+
+
+def speed_of(
+    config: RunConfig, device: torch.device, seconds: Sequence[float], world_size: int, gemm_seconds: float
+) -> dict[str, Any]:
+    """What every baseline says of its measured steps; a matrix product is measured here, after the peak is read."""
+    train, peak = config.train, memory_stats(device).peak_bytes / GIB
+    gemm = sustained_gemm(device, seconds=gemm_seconds)
+    tokens_per_second = train.global_batch_size * train.seq_len / statistics.median(seconds) / world_size
     flops = rates(config, device).flops_per_token or math.nan
     return {
         "step_seconds": statistics.median(seconds),
@@ -106,10 +118,7 @@ def measure(
         "peak_memory_gib": peak,
         "sustained_gemm_tflops": gemm.tflops,
         "fraction_of_gemm": tokens_per_second * flops / 1e12 / gemm.tflops,
-        "loss": loss.item(),
-        "parameters": system.num_parameters,
-        "devices": f"{info.world_size} x {device_name(device)}",
-        "versions": {**versions(), "transformers": transformers.__version__},
+        "devices": f"{world_size} x {device_name(device)}",
     }
 
 

@@ -14,17 +14,15 @@ that was not predicted. bench/plan.sh calls both; bench/runner.py runs the jobs.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from found import bench_record
+from found import bench_or_ran_out
+from jobs import bench_command
 from plan_jobs import PARTS, Job, jobs_of, tiny
 from plan_results import FIGURES, PlanResults
 from results import DamagedFileError
 from runner import Bench, Found, main
-
-_RAN_OUT = re.compile(r".*(CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED).*")
 
 
 class PredictedResults(PlanResults):
@@ -43,25 +41,11 @@ class PredictedResults(PlanResults):
 
 
 def command_of(job: Job, folder: Path) -> list[str]:
-    sets = [f"--set={item}" for item in job.sets]
-    measured = [f"--warm-up={job.warm_up}", f"--steps={job.steps}", f"--gemm-seconds={job.gemm_seconds}"]
-    command = ["-m", "paceline", "bench", "train", job.recipe, f"--nproc={job.processes}"]
-    return [*command, *measured, f"--out={folder}/line.jsonl", *sets]
+    return bench_command(job, folder, gemm_seconds=job.gemm_seconds)
 
 
 def found_in(job: Job, folder: Path) -> Found:
-    """The figures, or that memory ran out.
-
-    Raises:
-        OSError, LookupError, ValueError: it left nothing usable, and not for lack of memory.
-    """
-    try:
-        return {"bench": bench_record(folder, FIGURES)}, []
-    except OSError:
-        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
-        if said := _RAN_OUT.search(log):
-            return {"ran_out": {"said": said.group().strip()[:300]}}, []
-        raise
+    return bench_or_ran_out(folder, FIGURES), []
 
 
 def said(job: Job, entry: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,14 @@ def predict_all(jobs: Sequence[Job], results: PlanResults, gpu: Hardware, *, aga
     return made
 
 
+def tell(made: Sequence[str], predictions: Mapping[str, Any]) -> None:
+    for key in made:
+        found = predictions[key]
+        fits = "" if found["fits"] else ", does not fit"
+        print(f"{key}: {found['step_seconds']:.3f} s, {found['memory_gib']:.1f} GiB{fits}", flush=True)
+    print(f"{len(made)} predicted now, {len(predictions)} in all", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="H200 SXM", help="name in the hardware table")
@@ -90,11 +98,7 @@ def main() -> None:
     jobs = [tiny(job) for job in all_jobs()] if options.tiny else all_jobs()
     made = predict_all(jobs, results, gpu, again=options.again)
     results.write()
-    for key in made:
-        found = results.predictions[key]
-        fits = "" if found["fits"] else ", does not fit"
-        print(f"{key}: {found['step_seconds']:.3f} s, {found['memory_gib']:.1f} GiB{fits}", flush=True)
-    print(f"{len(made)} predicted now, {len(results.predictions)} in all", flush=True)
+    tell(made, results.predictions)
 
 
 if __name__ == "__main__":

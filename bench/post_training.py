@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from dense_table import loss_text
-from found import an_object, bench_record, every_step, rounded
+from found import an_object, bench_record, every_step, ran_out, rounded
 from post_training_data import write
 from post_training_jobs import CORPORA, PARTS, TINY, Job, jobs_of, tiny
 from post_training_report import FIGURES, figures, page
@@ -36,7 +35,6 @@ from paceline.config.load import load_recipe
 
 ONE_GPU = "--one-gpu"
 KINDS = {"train": dict, "baseline": dict, "convert": dict, "ran_out": dict}
-_RAN_OUT = re.compile(r".*(CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED).*")
 
 
 class PostTrainingResults(Results):
@@ -88,8 +86,8 @@ def found_in(job: Job, folder: Path) -> Found:
     except StopIteration:
         raise ValueError("no line of results") from None
     except (OSError, LookupError, ValueError):
-        if said := _RAN_OUT.search(log.read_text(encoding="utf-8", errors="replace")):
-            return {"ran_out": {"said": said.group().strip()[:300]}}, []
+        if entry := ran_out(folder):
+            return entry, []
         raise
 
 

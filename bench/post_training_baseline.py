@@ -22,8 +22,6 @@ import argparse
 import importlib
 import inspect
 import json
-import math
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +29,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from moe_baseline import MISSING, Alone, fill, refuse_other_size, their_config
+from moe_baseline import MISSING, Alone, fill, refuse_other_size, speed_of, their_config
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -42,11 +40,9 @@ from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.parallel.mesh import ParallelMesh
-from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
-from paceline.runtime.gemm import sustained_gemm
+from paceline.runtime.device import choose_device, reset_peak_memory, versions
 from paceline.runtime.process import ProcessInfo, process_group, process_info
 from paceline.training.feed import Feed, open_datasets
-from paceline.training.setup import rates
 
 VARLEN = "torch_varlen"
 """As the attention below is known to Transformers."""
@@ -100,27 +96,13 @@ def measure(
                 reset_peak_memory(device)
     finally:
         feed.close()
-    seconds = clock.seconds()[-options.steps :]
-    peak = memory_stats(device).peak_bytes / GIB
-    gemm = sustained_gemm(device, seconds=options.gemm_seconds)
-    tokens_per_second = train.global_batch_size * train.seq_len / statistics.median(seconds) / info.world_size
-    flops = rates(config, device).flops_per_token or math.nan
     return {
-        "step_seconds": statistics.median(seconds),
-        "step_seconds_min": min(seconds),
-        "step_seconds_max": max(seconds),
-        "steps": len(seconds),
-        "tokens_per_second_per_gpu": tokens_per_second,
-        "tflops_per_gpu": tokens_per_second * flops / 1e12,
-        "peak_memory_gib": peak,
-        "sustained_gemm_tflops": gemm.tflops,
-        "fraction_of_gemm": tokens_per_second * flops / 1e12 / gemm.tflops,
+        **speed_of(config, device, clock.seconds()[-options.steps :], info.world_size, options.gemm_seconds),
         "loss": losses[-1].item(),
         "losses": [round(loss.item(), 5) for loss in losses],
         "parameters": system.num_parameters,
         "recompute": options.recompute,
         "used": used,
-        "devices": f"{info.world_size} x {device_name(device)}",
         "versions": versions(),
     }
 

@@ -15,7 +15,6 @@ those.
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -27,37 +26,23 @@ from typing import Any
 
 import runner
 import tune_jobs
-from found import an_object, bench_record
+from found import an_object, bench_or_ran_out
+from jobs import bench_command
 from results import OWN, DamagedFileError, OtherMachineError
 from runner import Bench, Found
 from tune_jobs import PARTS, Job
 from tune_results import FIGURES, TuneResults
 
-_RAN_OUT = re.compile(r".*(CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED).*")
 _LEAST_SECONDS = 100.0
 """Left in a call, below which no tuning is taken up: a trial of the naive recipe takes about a minute."""
 
 
 def command_of(job: Job, folder: Path) -> list[str]:
-    sets = [f"--set={item}" for item in job.sets]
-    measured = [f"--warm-up={job.warm_up}", f"--steps={job.steps}", f"--gemm-seconds={job.gemm_seconds}"]
-    command = ["-m", "paceline", "bench", "train", job.recipe, f"--nproc={job.processes}"]
-    return [*command, *measured, f"--out={folder}/line.jsonl", *sets]
+    return bench_command(job, folder, gemm_seconds=job.gemm_seconds)
 
 
 def found_in(job: Job, folder: Path) -> Found:
-    """The figures, or that memory ran out.
-
-    Raises:
-        OSError, LookupError, ValueError: it left nothing usable, and not for lack of memory.
-    """
-    try:
-        return {"bench": bench_record(folder, FIGURES)}, []
-    except OSError:
-        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
-        if said := _RAN_OUT.search(log):
-            return {"ran_out": {"said": said.group().strip()[:300]}}, []
-        raise
+    return bench_or_ran_out(folder, FIGURES), []
 
 
 def said(job: Job, entry: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ _ADAPTERS = AdapterWords(how="finetuning_type", alpha_per_rank=2.0)
 
 _SIMPLE: Mapping[str, Simple] = {
     **trainer.SIMPLE,
+    **trainer.MEGATRON_LAYOUT,
     "model_name_or_path": Simple(ours="model.init_from"),
     "cutoff_len": Simple(ours="train.seq_len", kind="whole"),
     "moe_aux_loss_coef": Simple(ours="model.moe.aux_loss_coef", kind="number"),
@@ -37,11 +38,6 @@ _SIMPLE: Mapping[str, Simple] = {
     "kto_rejected_weight": Simple(ours="task.undesirable_weight", kind="number"),
     "neftune_noise_alpha": Simple(ours="task.neftune_alpha", kind="number"),
     "ref_model": Simple(ours="task.reference"),
-    "tensor_model_parallel_size": Simple(ours="parallel.tp", kind="whole"),
-    "pipeline_model_parallel_size": Simple(ours="parallel.pp", kind="whole"),
-    "context_parallel_size": Simple(ours="parallel.cp", kind="whole"),
-    "expert_model_parallel_size": Simple(ours="parallel.ep", kind="whole"),
-    "expert_tensor_parallel_size": Simple(ours="parallel.etp", kind="whole"),
 }
 
 _PASSIVE_NAMES = """

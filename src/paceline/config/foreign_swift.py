@@ -58,6 +58,7 @@ _ALSO_CALLED = {
 
 _SIMPLE: Mapping[str, Simple] = {
     **trainer.SIMPLE,
+    **trainer.MEGATRON_LAYOUT,
     "model": Simple(ours="model.init_from"),
     "max_length": Simple(ours="train.seq_len", kind="whole"),
     "attn_impl": Simple(
@@ -79,12 +80,7 @@ _SIMPLE: Mapping[str, Simple] = {
     "neftune_noise_alpha": Simple(ours="task.neftune_alpha", kind="number"),
     "ref_model": Simple(ours="task.reference"),
     "min_lr": Simple(ours="optim.min_lr", kind="number"),
-    "tensor_model_parallel_size": Simple(ours="parallel.tp", kind="whole"),
-    "pipeline_model_parallel_size": Simple(ours="parallel.pp", kind="whole"),
-    "context_parallel_size": Simple(ours="parallel.cp", kind="whole"),
     "sequence_parallel_size": Simple(ours="parallel.cp", kind="whole"),
-    "expert_model_parallel_size": Simple(ours="parallel.ep", kind="whole"),
-    "expert_tensor_parallel_size": Simple(ours="parallel.etp", kind="whole"),
     "moe_aux_loss_coeff": Simple(ours="model.moe.aux_loss_coef", kind="number"),
     "moe_z_loss_coeff": Simple(ours="model.moe.z_loss_coef", kind="number"),
     "optimizer": Simple(ours="optim.name", values={"adam": "adamw", "muon": "muon"}),

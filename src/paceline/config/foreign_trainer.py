@@ -15,6 +15,15 @@ from paceline.config.foreign import Draft, Kind, Simple, Without, converted, is_
 from paceline.config.foreign_tuning import training_rows
 from paceline.errors import ConfigError
 
+MEGATRON_LAYOUT: Mapping[str, Simple] = {
+    "tensor_model_parallel_size": Simple(ours="parallel.tp", kind="whole"),
+    "pipeline_model_parallel_size": Simple(ours="parallel.pp", kind="whole"),
+    "context_parallel_size": Simple(ours="parallel.cp", kind="whole"),
+    "expert_model_parallel_size": Simple(ours="parallel.ep", kind="whole"),
+    "expert_tensor_parallel_size": Simple(ours="parallel.etp", kind="whole"),
+}
+"""What both programs call degrees where they train by Megatron Core."""
+
 SIMPLE: Mapping[str, Simple] = {
     "output_dir": Simple(ours="run.dir"),
     "run_name": Simple(ours="run.name"),
