@@ -116,7 +116,11 @@ def test_a_signal_to_the_launcher_saves_and_ends_all_processes(
     overrides = runs.tiny(tmp_path / "run", data, "checkpoint.interval=0", steps=100000)
     command = [sys.executable, "-m", "paceline", "train", str(recipe), "--nproc", "2"]
     process = subprocess.Popen(
-        [*command, *(f"--set={override}" for override in overrides)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, *(f"--set={override}" for override in overrides)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # under nohup, which tests may be started with, a hang-up is ignored by all that is started
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 90
