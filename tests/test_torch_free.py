@@ -21,6 +21,7 @@ FILES = (
     "doctor/config.py",
     "doctor/software.py",
     "doctor/examination.py",
+    "doctor/packages.py",
     "doctor/text_file.py",
     "runtime/launcher.py",
 )

@@ -19,6 +19,7 @@ from paceline.doctor.examination import Examination
 from paceline.doctor.hardware.card import Card
 from paceline.doctor.hardware.smi import parse_smi
 from paceline.doctor.measured.record import Measured
+from paceline.doctor.packages import judge_packages
 from paceline.doctor.text_file import read_text
 from paceline.doctor.topology.judge import judge as judge_topology
 from paceline.doctor.topology.matrix import LinkMatrix, parse_matrices
@@ -125,7 +126,8 @@ def examine(asked: Asked) -> Examination | None:
         if machine is not None and config is not None and judgement.legal and (cards or not asked.gpu):
             examination.found += judge_host_memory(config, info, ranks, gpus=len(cards))
     if machine is not None and config is not None:
-        examination.found += [*judge_files(config), *(judge_count(config, len(cards)) if cards else ())]
+        examination.found += [*judge_files(config), *judge_packages(config)]
+        examination.found += judge_count(config, len(cards)) if cards else ()
     if measured is not None and machine is not None:
         _add_measured(examination, asked, measured, machine, best)
     return examination

@@ -18,6 +18,7 @@ from paceline.costs.memory import MemoryEstimate, estimate_pipeline
 from paceline.costs.parameters import Holdings
 from paceline.data.indexed import IndexedDataset
 from paceline.data.sidecar import read_sidecar
+from paceline.doctor.packages import judge_packages
 from paceline.errors import ConfigError
 from paceline.report import units
 from paceline.report.console import make_console, print_findings, print_table
@@ -70,7 +71,7 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
         console.print()
     for line in rows:
         console.print(line, markup=False, soft_wrap=True)
-    findings += card_findings(config, memory, world_size)
+    findings += [*judge_packages(config), *card_findings(config, memory, world_size)]
     if findings:
         console.print()
         print_findings(console, findings)
