@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from paceline.checkpoint.locate import folder_name
@@ -19,8 +20,10 @@ from paceline.config.run import RunConfig
 from paceline.data.sidecar import Sidecar, sidecar_path, write_sidecar
 from paceline.interop import compare
 from paceline.interop.convert import Options, convert
+from paceline.interop.peft_write import convert_adapter
 from paceline.interop.sources import open_source
 from tests.interop import hub_folders as hub
+from tests.interop.test_training import recipe_of
 from tests.interop.test_training import run as train
 from tests.training.runs import tiny, write_text
 
@@ -142,3 +145,84 @@ def test_only_the_known_noise_is_kept_from_the_user(caplog: pytest.LogCaptureFix
     assert [record.getMessage() for record in caplog.records] == ["something else"] * len(compare.NOISE)
     logging.getLogger("torchao").warning("Failed to load it.so")
     assert "Failed to load it.so" in caplog.text
+
+
+# ---- chat templates
+
+OWN = "{% for m in messages %}own {{ m.role }}: {{ m.content }}</s>{% endfor %}"
+OTHER = "{% for m in messages %}other {{ m.role }}: {{ m.content }}</s>{% endfor %}"
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """A hub folder whose template is written in both of the places that there are."""
+    folder = hub.save("llama", tmp_path / "chat")
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": OWN, "eos_token": "</s>", "tokenizer_class": "TokenizersBackend"})
+    )
+    (folder / "chat_template.jinja").write_text(OWN)
+    return folder
+
+
+def write_tokenizer(folder: Path, *more: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    letters = [*string.ascii_letters, *":.|<>/", "Ġ", "Ċ"]
+    tokenizer = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>", *more])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def learn(model: Path, folder: Path, *more: str) -> Path:
+    """A step on two turns; ``folder`` holds the run."""
+    rows = folder.with_suffix(".jsonl")
+    rows.write_text(json.dumps({"messages": TURNS}) + "\n")
+    wanted = ["task.kind=sft", "train.steps=1", "train.seq_len=128", "train.global_batch_size=1", "data.split="]
+    train(1, [*recipe_of(model, folder, str(rows)), *wanted, *more])
+    return folder
+
+
+def rendered(folder: Path) -> str:
+    from transformers import AutoTokenizer
+
+    return str(AutoTokenizer.from_pretrained(folder).apply_chat_template(TURNS, tokenize=False))
+
+
+@pytest.mark.parametrize("more", [(), ("lora.rank=2", "checkpoint.export=peft")], ids=["all weights", "adapters"])
+def test_the_template_that_was_used_goes_along(more: tuple[str, ...], chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text(OTHER)
+    run = learn(chat_model, tmp_path / "run", f"data.template={tmp_path / 'other.jinja'}", *more)
+    (export,) = (tmp_path / "run/exports").iterdir()
+    if more:
+        convert_adapter(run, tmp_path / "adapter")
+    convert(open_source(run), tmp_path / "merged", Options(to="hf"))
+    convert(open_source(run), tmp_path / "ours", Options(to="paceline"))
+    convert(open_source(tmp_path / "ours"), tmp_path / "again", Options(to="hf"))
+    for folder in (export, tmp_path / "merged", tmp_path / "again", *((tmp_path / "adapter",) if more else ())):
+        assert rendered(folder) == "other user: Hi</s>other assistant: Yes</s>", folder
+        assert OWN not in (folder / "tokenizer_config.json").read_text()
+
+
+def test_without_another_one_the_model_s_own_goes_along(chat_model: Path, tmp_path: Path) -> None:
+    learn(chat_model, tmp_path / "run")
+    (export,) = (tmp_path / "run/exports").iterdir()
+    assert rendered(export) == "own user: Hi</s>own assistant: Yes</s>"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (export / name).read_bytes() == (chat_model / name).read_bytes()
+
+
+def test_another_tokenizer_than_the_model_s_goes_along_with_its_own_files(chat_model: Path, tmp_path: Path) -> None:
+    """With a token more, and its template in a file of its own."""
+    (chat_model / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    other = write_tokenizer(tmp_path / "tokenizer", "<stop>")
+    (other / "chat_template.jinja").write_text(OTHER.replace("</s>", "<stop>"))
+    (other / "tokenizer_config.json").write_text('{"eos_token": "<stop>", "tokenizer_class": "TokenizersBackend"}')
+    learn(chat_model, tmp_path / "run", f"data.tokenizer={other}")
+    (export,) = (tmp_path / "run/exports").iterdir()
+    assert rendered(export) == "other user: Hi<stop>other assistant: Yes<stop>"
+    assert not (export / "special_tokens_map.json").exists()
+    assert (export / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()

@@ -25,6 +25,9 @@ TOOL_TEMPLATE = Path("additional_chat_templates") / "tool_use.jinja"
 _BYTE = "byte"
 _BESIDE = (*TEMPLATE_FILES, "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 """Files that are no tokenizer, whatever their names end in."""
+_TEXT_FILES = (*TEMPLATE_FILES, "special_tokens_map.json", "added_tokens.json")
+"""What belongs to a tokenizer beside its own file."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
 # ---- keeping
@@ -137,6 +140,40 @@ def kept_template(named: str, *folders: Path) -> str:
         if copy.is_file() and (named or (folder / KEPT / _BYTE).is_file()):
             return str(copy)
     return named
+
+
+def with_used(found: Mapping[str, Path], *folders: Path) -> dict[str, Path]:
+    """``found``, the files that go along with weights, with the tokenizer and the chat template that the run used in
+    the place of those that its first weights came with.
+
+    Args:
+        found: the hub's names -> paths.
+        folders: of the run, or of a checkpoint; the first that has kept something counts.
+    """
+    kept = next((folder / KEPT for folder in folders if (folder / KEPT).is_dir()), None)
+    if kept is None:
+        return dict(found)
+    used, own = dict(found), {name: kept / name for name in _TEXT_FILES if (kept / name).is_file()}
+    for file in _tokenizer_files(kept)[:1]:
+        name = "tokenizer.json" if file.suffix == ".json" else "tokenizer.model"
+        if name not in found or file.read_bytes() != found[name].read_bytes():
+            # another tokenizer: nothing that belongs to the first one stays
+            used = {name: path for name, path in found.items() if name not in (*_TOKENIZERS, *_TEXT_FILES)}
+            used[name] = file
+    if _has_template(own):
+        for name in (TEMPLATE, "chat_template.json"):
+            used.pop(name, None)
+    return used | own
+
+
+def _has_template(files: Mapping[str, Path]) -> bool:
+    if TEMPLATE in files or "chat_template.json" in files:
+        return True
+    try:
+        config = json.loads(files[CONFIG].read_text(encoding="utf-8")) if CONFIG in files else {}
+    except ValueError:
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def _places(folder: Path) -> tuple[Path, ...]:

@@ -25,6 +25,7 @@ from paceline.checkpoint.state import TrainState
 from paceline.checkpoint.streamed import write_streamed
 from paceline.checkpoint.weights import COMPANIONS, MODEL
 from paceline.config.load import dump_recipe
+from paceline.config.lora import LoraConfig
 from paceline.config.run import RunConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.hf_links import model_shapes
@@ -228,7 +229,8 @@ def _write_paceline(
         ours = name.removeprefix(MODEL)
         return _block(opened, ours, box, dtypes[ours], meter)
 
-    recipe = (opened.recipe or RunConfig()).model_copy(update={"model": opened.model})
+    # adapters were merged while they were read: what is written is a whole model
+    recipe = (opened.recipe or RunConfig()).model_copy(update={"model": opened.model, "lora": LoraConfig()})
     write_streamed(
         folder,
         tensors,

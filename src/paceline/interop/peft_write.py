@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.checkpoint.adapters import BaseReference, Pair, pairs_of
 from paceline.checkpoint.files import sync_folder
 from paceline.checkpoint.weights import CheckpointSource, ExportJob
+from paceline.config.hub import CONFIG as HUB_CONFIG
 from paceline.config.hub import is_hub_folder, read_config
 from paceline.config.load import validate
 from paceline.config.lora import LoraConfig, is_adapter
@@ -33,7 +34,7 @@ from paceline.interop.links import Link
 from paceline.interop.peft import CONFIG, WEIGHTS
 from paceline.interop.sidecars import hub_config, read_sidecars, read_template
 from paceline.interop.sources import newest_told
-from paceline.interop.text_files import text_files_of
+from paceline.interop.text_files import files_of_run, text_files_of
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,9 @@ def convert_adapter(source: Path, target: Path) -> Written:
             next_step="Convert the model: paceline convert SRC DST --to hf.",
         )
     names = adapter_names(lora_recipe.model, lora_recipe.lora, _template(base.source))
-    files = read_sidecars(text_files_of(checkpoint, lora_recipe, {}).files)
+    beside = files_of_run(checkpoint, lora_recipe)
+    beside |= text_files_of(checkpoint, lora_recipe, beside).files
+    files = read_sidecars({name: path for name, path in beside.items() if name != HUB_CONFIG})
     tensors = peft_tensors(pairs_of(CheckpointSource(checkpoint), lora_recipe.lora), names)
     opened_by_peft, told = _base_for_peft(base.source)
     num_bytes = write_peft(target, peft_config(lora_recipe.lora, names, opened_by_peft), tensors, files)
@@ -220,7 +223,7 @@ def export_peft(job: ExportJob) -> None:
 
     def write() -> None:
         pairs = _pairs(found, job.lora)
-        files = {name: path.read_bytes() for name, path in job.files.items() if name != "config.json"}
+        files = {name: path.read_bytes() for name, path in job.files.items() if name != HUB_CONFIG}
         base, notes = _base_for_peft(job.base)
         for note in notes:
             log.warning("%s: %s", job.folder, note)

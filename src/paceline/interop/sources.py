@@ -16,7 +16,7 @@ from paceline.checkpoint.adapters import BaseReference, whole_model
 from paceline.checkpoint.locate import find_checkpoint, step_folders
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.store import Checkpoint
-from paceline.checkpoint.weights import COMPANIONS, CheckpointSource, WeightSource
+from paceline.checkpoint.weights import CheckpointSource, WeightSource
 from paceline.config.hub import is_hub_folder, model_of, read_config
 from paceline.config.load import validate
 from paceline.config.model import ModelConfig
@@ -28,7 +28,7 @@ from paceline.interop.links import whole
 from paceline.interop.megatron import MegatronFolder
 from paceline.interop.megatron_files import is_megatron
 from paceline.interop.sidecars import read_sidecars, read_template, sidecars_in
-from paceline.interop.text_files import text_files_of
+from paceline.interop.text_files import files_of_run, text_files_of
 from paceline.report.finding import Finding
 
 Format = Literal["hf", "paceline", "megatron"]
@@ -183,10 +183,7 @@ def open_paceline(path: Path) -> Opened:
         assert reference is not None
         notes = (*notes, f"The adapters of {folder} are merged into {reference.source}.")
     _account(folder, recipe.model, weights)
-    places = [folder / COMPANIONS, folder.parent.parent / COMPANIONS]
-    if recipe.model.init_from and is_hub_folder(recipe.model.init_from):
-        places.append(Path(recipe.model.init_from))
-    sidecars = sidecars_in(*places)
+    sidecars = files_of_run(checkpoint, recipe)
     own = text_files_of(checkpoint, recipe, sidecars)
     sidecars |= own.files
     return Opened(

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.store import Checkpoint
-from paceline.config.hub import CONFIG
+from paceline.checkpoint.weights import COMPANIONS
+from paceline.config.hub import CONFIG, is_hub_folder
 from paceline.config.run import RunConfig
+from paceline.data.kept_tokenizer import with_used
 from paceline.data.sidecar import read_sidecar
 from paceline.data.tokenizer import ByteTokenizer, load_tokenizer
 from paceline.errors import ConfigError, DataError
 from paceline.generate.load import tokenizer_of
-from paceline.interop.sidecars import IDS, SETTINGS, TOKENIZER
+from paceline.interop.sidecars import IDS, SETTINGS, TOKENIZER, sidecars_in
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -32,6 +34,17 @@ class TextFiles:
     files: Mapping[str, Path] = field(default_factory=dict)
     made: Mapping[str, bytes] = field(default_factory=dict)
     """Content of files that lie nowhere yet."""
+
+
+def files_of_run(checkpoint: Checkpoint, recipe: RunConfig) -> dict[str, Path]:
+    """Name -> path of what goes along with a checkpoint: what its first weights came with, the tokenizer and the chat
+    template that the run used."""
+    folder = checkpoint.folder
+    run = folder.parent.parent
+    places = [folder / COMPANIONS, run / COMPANIONS]
+    if recipe.model.init_from and is_hub_folder(recipe.model.init_from):
+        places.append(Path(recipe.model.init_from))
+    return with_used(sidecars_in(*places), run, folder)
 
 
 def text_files_of(checkpoint: Checkpoint, recipe: RunConfig, found: Mapping[str, Path]) -> TextFiles:

@@ -19,7 +19,7 @@ from paceline.checkpoint.weights import (
 from paceline.config.lora import is_adapter
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
-from paceline.data.kept_tokenizer import find_kept
+from paceline.data.kept_tokenizer import with_used
 from paceline.errors import CheckpointError
 from paceline.models.precision import compute_dtype
 from paceline.training.exports import clean_exports, export_folder, is_current, make_room, put_in_place
@@ -145,9 +145,4 @@ class Exporter:
         )
 
     def _files(self) -> dict[str, Path]:
-        found = companions(self._run_folder)
-        kept = Path(find_kept(self._run_folder))
-        if kept.is_file():
-            # what the data were made with; a hub's tokenizer goes by one of these two names
-            found.setdefault("tokenizer.json" if kept.suffix == ".json" else "tokenizer.model", kept)
-        return found
+        return with_used(companions(self._run_folder), self._run_folder)
