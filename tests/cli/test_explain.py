@@ -10,6 +10,7 @@ import pytest
 from tests.cli.commands import paceline
 from tests.explain.test_logs import MEGATRON, watchdog
 from tests.explain.traces import fsdp_layers, write
+from tests.report.pages import assert_readable
 
 
 def test_a_trace_as_text_json_and_page(tmp_path: Path) -> None:
@@ -17,6 +18,7 @@ def test_a_trace_as_text_json_and_page(tmp_path: Path) -> None:
     shown = paceline("explain", str(path), "--html", str(tmp_path / "t.html"))
     assert shown.returncode == 0 and "nothing hides" in shown.stdout and "Largest kernels" in shown.stdout
     assert "explain.exposed-communication" in (tmp_path / "t.html").read_text()
+    assert_readable((tmp_path / "t.html").read_text())
     data = json.loads(paceline("explain", str(path), "--json").stdout)
     assert data["findings"][0]["id"] == "explain.exposed-communication" and data["ranks"][0]["overlap"] < 0.2
 

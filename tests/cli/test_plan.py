@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from paceline.cli.plan import app
 from paceline.errors import PacelineError
 from tests.cli.commands import paceline
+from tests.report.pages import assert_readable
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "recipes"
@@ -139,10 +140,8 @@ def test_the_page_is_whole(tmp_path: Path) -> None:
     done = plan("llama2_7b", "--gpus", "8", "--gpu", "A100-80", "--html", str(target))
     assert done.returncode == 0, done.stderr
     text = target.read_text()
-    assert text.count("<svg") == text.count("</svg>") == 3
-    assert "prefers-color-scheme:dark" in text
-    assert "http://" not in text.replace("http://www.w3.org", "")
-    assert "https://" not in text
+    assert text.count("<svg") == 3
+    assert_readable(text)
 
 
 def test_a_page_without_layouts_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ def test_bars_add_up() -> None:
     picture, _, key = stacked_bars(
         ["a & b", "c"], [{"x": 1.0, "y": 3.0}, {"x": 2.0, "z": 0.0}], unit="ms", limit=8.0, title="t"
     ).partition("</svg>")
-    svg = parseString(picture + "</svg>")
+    svg = parseString(picture + "</svg></div>")
     widths = [float(bar.getAttribute("width")) for bar in svg.getElementsByTagName("rect")]
     assert len(widths) == 3  # nothing for what is 0 everywhere
     assert abs(widths[1] - 3 * widths[0]) < 0.2

@@ -21,6 +21,7 @@ from paceline.tuner.processes import Runner
 from paceline.tuner.run import Answer, run_ask
 from paceline.tuner.space import key_of
 from paceline.tuner.trial import Ended, Trial
+from tests.report.pages import assert_readable
 from tests.tuner.simulated import SPACES, Simulated, two_h200s
 
 
@@ -362,7 +363,7 @@ def whole_answer(tmp_path: Path, **options: float) -> tuple[Answer, Ask]:
 
 
 def test_everything_is_said_of_failures(tmp_path: Path) -> None:
-    from paceline.tuner import show
+    from paceline.tuner import page, show
 
     class Cracked(Simulated):
         def crashes(self, changes: object) -> bool:
@@ -375,8 +376,9 @@ def test_everything_is_said_of_failures(tmp_path: Path) -> None:
     assert "RuntimeError: of this machine" in found.evidence and "false" in found.next_step
     text = "\n".join(table.to_text() for table in show.tables(answer.result, answer.space))
     assert "failed: exit code 1: RuntimeError: of this machine" in text
-    page = show.page(answer.result, answer.space, answer.findings, "Tuning")
-    assert "does not work here" in page and "http" not in page.replace("http://www.w3.org", "")
+    text = page.page(answer.result, answer.space, answer.findings, "Tuning")
+    assert "does not work here" in text and text.count("<circle") == sum(one.is_good for one in answer.result.trials)
+    assert_readable(text)
 
 
 def test_the_recipe_says_what_was_changed(tmp_path: Path) -> None:

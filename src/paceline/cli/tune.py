@@ -108,7 +108,7 @@ def _run(ask: Ask, *, as_json: bool, html: Path | None) -> int:
     from paceline.report.console import make_console, print_findings, print_table
     from paceline.report.finding import exit_code
     from paceline.runtime.compile_cache import keep_compiled
-    from paceline.tuner import show
+    from paceline.tuner import page, show
     from paceline.tuner.run import ending_on_signals, run_ask
 
     keep_compiled()
@@ -116,7 +116,7 @@ def _run(ask: Ask, *, as_json: bool, html: Path | None) -> int:
     with ending_on_signals(lambda: told.print("cut off; the same command goes on after the last whole trial")):
         answer = run_ask(ask, tell=lambda text: told.print(text, markup=False, soft_wrap=True))
     if html is not None:
-        _write(html, show.page(answer.result, answer.space, answer.findings, f"Tuning of {ask.source}"))
+        _write(html, page.page(answer.result, answer.space, answer.findings, f"Tuning of {ask.source}"))
     if as_json:
         typer.echo(json.dumps(answer.data, indent=2, default=str))
         return exit_code(answer.findings)

@@ -53,9 +53,9 @@ def stacked_bars(
     parts = [part for part in dict.fromkeys(name for row in values for name in row) if any(r.get(part) for r in values)]
     longest = max([sum(row.values()) for row in values] + ([limit] if limit else []) + [1e-12])
     row_height, left, width = 24, 250, 560
-    height = row_height * len(names) + 46
+    height = row_height * len(names) + (34 if limit else 12)
     scale = width / (longest * 1.02)
-    pieces = [_open(left + width + 90, height, title)]
+    pieces: list[str] = []
     for index, (name, row) in enumerate(zip(names, values, strict=True)):
         y, x = 8 + index * row_height, float(left)
         pieces.append(_text(left - 8, y + 13, _short(name), anchor="end"))
@@ -85,8 +85,7 @@ def stacked_bars(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom}" stroke="var(--ink)" stroke-dasharray="4 3"/>'
         )
         pieces.append(_text(x, bottom + 12, f"{limit:.4g} {unit}", anchor="middle", dim=True))
-    pieces.append("</svg>")
-    return "".join(pieces) + legend(parts)
+    return picture(left + width + 90, height, title, pieces) + legend(parts)
 
 
 def legend(names: Sequence[str]) -> str:
@@ -126,7 +125,7 @@ def scatter(
     def place(x: float, y: float) -> tuple[float, float]:
         return left + across.share(x) * width, top + (1 - along.share(y)) * height
 
-    pieces = [_open(left + width + 30, top + height + 46, title)]
+    pieces: list[str] = []
     for tick in across.ticks:
         x, _ = place(tick, ys[0])
         pieces.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + height}"/>')
@@ -153,9 +152,9 @@ def scatter(
     pieces.append(_text(left + width / 2, top + height + 36, x_title, anchor="middle"))
     pieces.append(
         f'<text x="14" y="{top + height / 2}" transform="rotate(-90 14 {top + height / 2})" '
-        f'text-anchor="middle">{escape(y_title)}</text></svg>'
+        f'text-anchor="middle">{escape(y_title)}</text>'
     )
-    return "".join(pieces)
+    return picture(left + width + 30, top + height + 46, title, pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +189,15 @@ class _Axis:
         return [index * step for index in range(first, math.floor(self.high / step) + 1)]
 
 
-def _open(width: float, height: float, title: str) -> str:
+def picture(width: float, height: float, title: str, pieces: Sequence[str]) -> str:
+    """A whole picture of finished pieces of SVG. It shrinks to 85 %, where its letters can still be read, and scrolls
+    sideways in a page that is narrower."""
+    spoken = escape(title)
     return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{spoken}">'
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
-        f'aria-label="{escape(title)}" style="max-width:{width:.0f}px;width:100%"><title>{escape(title)}</title>'
+        f'aria-label="{spoken}" style="max-width:{width:.0f}px;min-width:{0.85 * width:.0f}px;width:100%">'
+        f"<title>{spoken}</title>{''.join(pieces)}</svg></div>"
     )
 
 

@@ -1,4 +1,4 @@
-"""How is the result told? Tables and findings for terminal and page, plain data for programs, and the recipe."""
+"""How is the result told? Tables and findings, plain data for programs, and the recipe. `page` draws them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from paceline.config.load import dump_recipe
 from paceline.config.run import RunConfig
 from paceline.report import units
 from paceline.report.finding import Finding, findings_dict
-from paceline.report.findings_page import findings_page
-from paceline.report.html import section, table_html
 from paceline.report.table import Table, table
 from paceline.tuner.advice import changes_in
 from paceline.tuner.ladder import Change, Result, Rung
@@ -255,7 +253,7 @@ def _in_force(result: Result, changes: Changes) -> bool:
     return bool(changes) and all(value_at(result.config, key) == value for key, value in changes.items())
 
 
-# ---- data, page, recipe
+# ---- data, recipe
 
 
 def as_dict(result: Result, space: Space, stopped: Stopped, found: Sequence[Finding], recipe: str) -> dict[str, Any]:
@@ -319,12 +317,6 @@ def _trial_data(trial: Trial) -> dict[str, Any]:
         "expected_step_seconds": trial.expected,
         "seconds": trial.ended.seconds,
     }
-
-
-def page(result: Result, space: Space, found: Sequence[Finding], title: str) -> str:
-    """One self-contained document."""
-    parts = [section(one.title, table_html(one)) for one in tables(result, space)]
-    return findings_page(title, found, parts)
 
 
 def recipe_text(result: Result, space: Space, source: str) -> str:

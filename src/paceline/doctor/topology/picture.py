@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from paceline.doctor.topology.matrix import LEVELS, LinkMatrix
+from paceline.report import chart
 from paceline.report.chart import legend
 
 _CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 60, 26, 120, 30
@@ -17,10 +18,7 @@ def matrix_picture(matrix: LinkMatrix, title: str = "Links between GPUs and netw
     columns = (*rows, *matrix.nics[:_MOST])
     width, height = _LEFT + _CELL_WIDTH * len(columns) + 10, _TOP + _CELL_HEIGHT * len(rows) + 8
     spoken = f"{title}: {len(rows)} GPUs, {len(matrix.nics)} network cards"
-    pieces = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{escape(spoken)}" style="max-width:{width}px;width:100%"><title>{escape(spoken)}</title>'
-    ]
+    pieces: list[str] = []
     for index, column in enumerate(columns):
         x = _LEFT + index * _CELL_WIDTH + _CELL_WIDTH / 2
         pieces.append(f'<text x="{x}" y="{_TOP - 10}" text-anchor="middle">{escape(column[:7])}</text>')
@@ -28,7 +26,8 @@ def matrix_picture(matrix: LinkMatrix, title: str = "Links between GPUs and netw
         pieces += _row(matrix, row, columns, _TOP + place * _CELL_HEIGHT)
     used = {matrix.level(row, column) for row in rows for column in columns if row != column}
     names = [name if index in used else "" for index, name in enumerate(LEVELS)]
-    return "".join([*pieces, "</svg>", legend([name.replace("NV", "NVLink") for name in names]), _cards(matrix)])
+    named = legend([name.replace("NV", "NVLink") for name in names])
+    return chart.picture(width, height, spoken, pieces) + named + _cards(matrix)
 
 
 def _row(matrix: LinkMatrix, row: str, columns: tuple[str, ...], y: int) -> list[str]:
