@@ -118,6 +118,22 @@ def test_a_template_without_the_asked_role_is_told(source: str, message: str, tm
     assert "--template chatml" in caught.value.next_step
 
 
+def test_thoughts_that_a_template_cuts_out_are_no_turn_left_out(tmp_path: Path) -> None:
+    """As Qwen3's and DeepSeek-R1's do with all answers but the last."""
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1].lstrip() }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    template = load_template(str(tmp_path / "t.jinja"), ByteTokenizer())
+    thought = Message(role="assistant", content="<think>\nA greeting.\n</think>\n\nHello.")
+    turns = (Message(role="user", content="Hi"), thought, Message(role="user", content="Bye"))
+    ids = prompt_ids(template, ByteTokenizer(), Question(messages=turns))
+    assert bytes(ids).decode() == "<user>Hi\n<assistant>Hello.\n<user>Bye\n<assistant>"
+    # the same where nothing but thoughts is left
+    only = (turns[0], Message(role="assistant", content="<think>\nA greeting.\n</think>"), turns[2])
+    assert bytes(prompt_ids(template, ByteTokenizer(), Question(messages=only))).decode().count("<assistant>") == 2
+
+
 def test_the_command_answers(tmp_path: Path) -> None:
     save_run(tmp_path / "run", {"tokenizer": "byte", "template": "chatml"}, max_seq_len=256)
     ask = ["--temperature", 0, "--max-tokens", 8, "--device", "cpu"]

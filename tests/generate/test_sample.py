@@ -65,8 +65,32 @@ def test_temperature_sharpens():
     assert math.isclose(share, 0.25 / sum(squares), abs_tol=0.02)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 5e-324])
+def test_next_to_no_temperature_is_greedy(temperature):
+    logits = LOGITS.expand(100, -1).clone()
+    logits[:, 3] = float("-inf")  # a row that pads the vocabulary
+    numbers = torch.linspace(0, 0.999, 100).tolist()
+    for more in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        drawn = next_tokens(logits, SamplingParams(temperature=temperature, **more), numbers)
+        assert drawn.tolist() == [1] * 100
+
+
+def test_any_finite_temperature_leaves_out_what_is_left_out():
+    logits = LOGITS.expand(400, -1).clone()
+    logits[:, 3] = float("-inf")
+    drawn = next_tokens(logits, SamplingParams(temperature=1e300), torch.linspace(0, 0.999, 400).tolist())
+    assert torch.bincount(drawn, minlength=4).tolist() == pytest.approx([133, 133, 133, 0], abs=1)
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 2.0}, {"repetition_penalty": 0.0}]
+    "wrong",
+    [
+        *({"temperature": value} for value in (-1.0, math.inf, math.nan)),
+        {"top_k": -1},
+        *({"top_p": value} for value in (0.0, math.nan)),
+        {"min_p": 2.0},
+        *({"repetition_penalty": value} for value in (0.0, 1e-40, math.inf)),
+    ],
 )
 def test_values_out_of_range_are_named(wrong):
     [name] = wrong

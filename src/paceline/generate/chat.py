@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +128,25 @@ def prompt_ids(template: ChatTemplate, tokenizer: Tokenizer, question: Question)
             evidence=error.detail,
             next_step="Leave out the turn that it has no place for, or choose another: --template chatml.",
         ) from error
-    for message in question.messages:
-        if message.content.strip() and message.content.strip() not in rendered.text:
+    for number, message in enumerate(question.messages):
+        if message.content.strip() not in rendered.text and not _has_place(template, question, number):
             raise DataError(
                 f"the chat template {template.name} leaves a turn of the {message.role} out",
                 evidence=f"Not in what it renders: {_short(message.content)!r}.",
                 next_step="Leave that turn out, or choose another template: --template chatml has all roles.",
             )
     return [int(token) for token in encode_spans(tokenizer, rendered.text).ids]
+
+
+def _has_place(template: ChatTemplate, question: Question, number: int) -> bool:
+    """Whether a turn whose text is not in what was rendered is there all the same: templates of models that think cut
+    the thoughts out of earlier answers, others trim and reformat. Asked by another text in its place."""
+    turns = list(question.messages)
+    turns[number] = replace(turns[number], content=_PROBE)
+    try:
+        return _PROBE in template.render(turns, question.tools, prompt=True).text
+    except BadRowError:
+        return False
 
 
 def answer_ends(template: ChatTemplate, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[int, ...]:
@@ -151,6 +162,8 @@ def answer_ends(template: ChatTemplate, tokenizer: Tokenizer, stop_ids: Sequence
 
 
 _ANSWER = "an answer of some words"
+_PROBE = "7205839146"
+"""In no text by chance, and the same in capitals."""
 
 
 def _short(text: str) -> str:

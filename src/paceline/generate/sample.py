@@ -7,6 +7,7 @@ Dims: B sequences, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from paceline.errors import ConfigError
 
 _NEVER = float("-inf")
+_LEAST, _MOST = 1e-30, 1e30
+"""Temperatures beyond these are as these: all but the most likely token have probability 0, or all have the same. The
+inverse of some of them is no number in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +42,12 @@ class SamplingParams:
     """Above 1, tokens that were seen become less likely (CTRL, arXiv:1909.05858)."""
 
     def __post_init__(self) -> None:
-        _refuse("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or above")
+        _refuse("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or above, and finite")
         _refuse("top-k", self.top_k, self.top_k >= 0, "0 (all) or above")
         _refuse("top-p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1 (all)")
         _refuse("min-p", self.min_p, 0 <= self.min_p <= 1, "between 0 (off) and 1")
-        _refuse("repetition-penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0; 1 = off")
+        penalty = self.repetition_penalty
+        _refuse("repetition-penalty", penalty, 1e-6 <= penalty <= 1e6, "between 1e-6 and 1e6; 1 = off")
 
 
 def _refuse(name: str, value: float, fits: bool, allowed: str) -> None:
@@ -56,6 +61,12 @@ def penalize_seen(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
         return logits_BV
     penalized = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return torch.where(seen_BV, penalized, logits_BV)
+
+
+def tempered(logits_BV: Tensor, temperature: float) -> Tensor:
+    """Logits divided by ``temperature``, above 0. The largest becomes 0, so that however low it is none is infinite."""
+    from_largest_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    return from_largest_BV / min(max(temperature, _LEAST), _MOST)
 
 
 def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
@@ -100,7 +111,7 @@ def next_tokens(
         logits_BV = penalize_seen(logits_BV, seen_BV, params.repetition_penalty)
     if params.temperature == 0.0:
         return logits_BV.argmax(-1)
-    logits_BV = keep_top_k(logits_BV / params.temperature, params.top_k)
+    logits_BV = keep_top_k(tempered(logits_BV, params.temperature), params.top_k)
     logits_BV = keep_min_p(keep_top_p(logits_BV, params.top_p), params.min_p)
     # in double: with 100 thousand tokens, fp32 sums would shift the borders
     cumulative_BV = logits_BV.double().softmax(-1).cumsum(-1)
