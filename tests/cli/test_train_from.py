@@ -167,6 +167,21 @@ def test_a_value_behind_a_flag_is_no_subcommand(folder: Path, command: Command) 
     assert code == 0 and 'kind = "sft"' in out and "error" not in err
 
 
+@pytest.mark.parametrize("program", ["swift sft", "torchrun --nproc_per_node 1 swift/cli/sft.py"])
+def test_ms_swift_reads_a_file_behind_config_and_the_file_has_the_last_word(
+    program: str, folder: Path, command: Command
+) -> None:
+    (folder / "sft.yaml").write_text(
+        "model: tiny\ndataset: [rows/mine.jsonl]\nmax_steps: 3\nlearning_rate: 1e-4\nmax_length: 64\n"
+    )
+    code, out, err = command("--from", "ms-swift", f"{program} --config sft.yaml --learning_rate 3e-5 --lora_rank 4")
+    assert code == 0 and "learning_rate is 3e-5 in the command and 1e-4 in sft.yaml" in err
+    Path("x.toml").write_text(out)
+    config = load_recipe("x.toml").config
+    assert (config.optim.lr, config.lora.rank, config.train.steps, config.train.seq_len) == (1e-4, 4, 3, 64)
+    assert config.model.init_from == "tiny" and config.data.train == "rows/mine.jsonl"
+
+
 @pytest.mark.parametrize("program", ["megatron sft", "torchrun --nproc_per_node 1 swift/cli/_megatron/sft.py"])
 def test_megatron_is_read_in_the_command(program: str, folder: Path, command: Command) -> None:
     code, out, _ = command("--from", "ms-swift", f"{program} --model tiny --dataset rows/mine.jsonl --train_iters 3")
@@ -183,6 +198,8 @@ def test_megatron_is_read_in_the_command(program: str, folder: Path, command: Co
         (("--from", "ms-swift", "swift sft --learning_rate much"), "learning_rate: much is no number"),
         (("--from", "ms-swift", "swift sft --learning_rate -1"), "optim.lr = -1"),
         (("--from", "llamafactory"), "needs a recipe"),
+        (("--from", "ms-swift", "swift sft --config"), "--config names no file"),
+        (("--from", "ms-swift", "swift sft --config none.yaml"), "none.yaml cannot be read"),
         (("--from", "llamafactory", "x 'unclosed"), "a quote is not closed: 'unclosed"),
         (("--from", "llamafactory", "train x.yaml more.yaml"), "a run has one file of arguments"),
         (

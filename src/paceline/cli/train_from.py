@@ -34,6 +34,7 @@ class _Read:
     folder: Path
     """Paths in ``given`` begin here."""
     processes: int = 1
+    findings: tuple[Finding, ...] = ()
 
 
 def systems() -> dict[str, System]:
@@ -71,7 +72,7 @@ def print_recipe_of(name: str, source: str, overrides: Sequence[str], processes:
         tables = merge(tables, parse_override(override))
     own = _own_findings(tables, processes or read.processes)
     found = [one for one in translation.findings if processes is None or one.id != "config.from-one-process"]
-    findings = worst_first([*found, *_model_findings(tables), *_data_findings(tables), *own])
+    findings = worst_first([*read.findings, *found, *_model_findings(tables), *_data_findings(tables), *own])
     typer.echo(recipe_text(translation, tables, source))
     print_findings(make_console(stderr=True), findings)
     return exit_code(findings)
@@ -124,10 +125,40 @@ def _read_script(text: str, programs: Sequence[str]) -> _Read:
         raise ConfigError(f"{' and '.join(files)}: a run has one file of arguments", next_step="Leave out the others.")
     for file in files:
         given = {**read_arguments_file(Path(file)), **said, **given}
+    given, findings = _with_config(given) if "swift" in programs else (given, ())
     if command := _command(launch.program, before, programs):
         given["command"] = command
     world = launch.world_size or _number(launch.environment, "NPROC_PER_NODE") * _number(launch.environment, "NNODES")
-    return _Read(given=given, folder=Path(), processes=world)
+    return _Read(given=given, folder=Path(), processes=world, findings=findings)
+
+
+def _with_config(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """ms-swift's ``--config x.yaml``: it puts the file's keys behind the words, so that the file has the last word.
+
+    Source: ``prepare_config_args`` of ms-swift 3.12.
+
+    Raises:
+        ConfigError: it names no file, or one that cannot be read.
+    """
+    words = {key: value for key, value in given.items() if key != "config"}
+    if "config" not in given:
+        return words, ()
+    if not isinstance(given["config"], str):
+        raise ConfigError("--config names no file", next_step="Give it one file of arguments: --config sft.yaml.")
+    path = Path(given["config"])
+    of_file = read_arguments_file(path)
+    findings = tuple(
+        Finding(
+            id="config.from-both",
+            severity="warning",
+            subject=f"{key} is {value} in the command and {of_file[key]} in {path}",
+            evidence="ms-swift takes what the file of --config says, and so does this recipe.",
+            next_step=f"Leave {key} out of one of them.",
+        )
+        for key, value in words.items()
+        if key in of_file and str(of_file[key]) != str(value)
+    )
+    return {**words, **of_file}, findings
 
 
 def _command(program: str, before: Sequence[str], programs: Sequence[str]) -> str:
