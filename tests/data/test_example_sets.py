@@ -179,6 +179,39 @@ def test_split_holds_out_examples_that_are_drawn_several_times(tmp_path: Path) -
     assert sum(report.documents for report in data.reports if report.split in ("train", "valid")) == 40
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_held_out_is_nowhere_trained_on(tmp_path: Path, seed: int) -> None:
+    """Rows that come several times, a file that is named twice, and one that repeats rows of another."""
+    a = write(tmp_path / "a.jsonl", [chat(f"{i % 20:02}") for i in range(60)])
+    b = write(tmp_path / "b.jsonl", [chat(f"{i:02}") for i in range(10, 40)])
+    config = DataConfig(
+        tokenizer="byte", template="zephyr", packing="none", split="70,20,10", train=[{"path": p} for p in (a, b, a)]
+    )
+    request = RowRequest(task="sft", seq_len=128, seed=seed)
+    data = build_row_datasets(config, request, train_samples=105)
+    assert data.valid is not None and data.test is not None
+    rows = [
+        [part[i].tokens.tobytes() for i in range(report.documents)]
+        for part, report in zip((data.train, data.valid, data.test), data.reports, strict=True)
+    ]
+    assert sum(map(len, rows)) == 150  # none is lost
+    assert [len(set(part)) for part in rows] == [28, 8, 4]  # of 40 contents
+    train, valid, test = map(set, rows)
+    assert not train & valid and not train & test and not valid & test
+
+
+def test_pairs_and_verdicts_with_the_same_texts_are_on_one_side(tmp_path: Path) -> None:
+    judged = [{"prompt": f"{i % 10}", "completion": "yes", "label": i % 3 == 0} for i in range(40)]
+    data = build("kto", train=write(tmp_path / "k.jsonl", judged), split="50,50,0", packing="none", samples=20)
+    assert data.valid is not None
+    # documents of kto: an example, and its prompt with another's answer
+    first = [
+        {sample.tokens[sample.documents == 0].tobytes() for sample in (part[i] for i in range(20))}
+        for part in (data.train, data.valid)
+    ]
+    assert [len(part) for part in first] == [5, 5] and not first[0] & first[1]
+
+
 def test_epochs_name_the_steps_that_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat(f"{i:03}") for i in range(50)])
     build(train=path, packing="none", epochs=2, samples=100)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from paceline.data.documents import Encoder
 from paceline.data.example_files import OpenedRows, RowRequest, open_encoder, open_rows
 from paceline.data.example_fit import Fitted, fit
 from paceline.data.example_rows import ExampleRows, bucket_size, lay_out, select
-from paceline.data.gpt_index import split_ranges
+from paceline.data.example_split import split_members
 from paceline.data.mixture import Mixture, blend_order, blend_sizes, normalized
 from paceline.data.sources import SampleSource
 from paceline.errors import ConfigError, DataError
@@ -47,11 +47,12 @@ def build_row_datasets(config: DataConfig, request: RowRequest, *, train_samples
                 next_step="Keep one of them.",
             )
         opened = builder.open(train)
-        parts: dict[str, tuple[OpenedRows, int | None]] = {name: (opened, i) for i, name in enumerate(SPLITS)}
+        cut = split_members(opened.examples, opened.members, config.split, request.seed)
+        parts = {name: replace(opened, members=members) for name, members in zip(SPLITS, cut, strict=True)}
     else:
         named = {"train": train, "valid": _sources(config.valid), "test": _sources(config.test)}
-        parts = {name: (builder.open(sources), None) for name, sources in named.items() if sources}
-    splits = {name: builder.split(name, opened, part, train_samples) for name, (opened, part) in parts.items()}
+        parts = {name: builder.open(sources) for name, sources in named.items() if sources}
+    splits = {name: builder.split(name, opened, train_samples) for name, opened in parts.items()}
     found = splits["train"]
     if found is None:
         raise DataError(
@@ -83,9 +84,9 @@ class _Builder:
     def open(self, sources: tuple[DataSource, ...]) -> OpenedRows:
         return open_rows(sources, self.encoder, self.config, self.request)
 
-    def split(self, name: str, opened: OpenedRows, part: int | None, train_samples: int) -> Split | None:
-        """``part``: which of `data.split`; None = all. None where that leaves no example."""
-        members = [self._part(of_source, part) for of_source in opened.members]
+    def split(self, name: str, opened: OpenedRows, train_samples: int) -> Split | None:
+        """None where there is no example."""
+        members = list(opened.members)
         weights = [source.weight for source in opened.sources]
         if not sum(map(len, members)):
             return None
@@ -100,20 +101,10 @@ class _Builder:
             self._check_epochs(sources, reports, samples or 0)
         return Split(
             source=data,
-            identity=self._identity(opened, name, part),
+            identity=self._identity(opened, name),
             reports=tuple(reports),
             bytes_per_token=None,
         )
-
-    def _part(self, members: NDArray[np.int64], part: int | None) -> NDArray[np.int64]:
-        if part is None or not len(members):
-            return members
-        # one that was drawn several times stays on its side with all its copies
-        distinct, copies = np.unique(members, return_counts=True)
-        order = np.random.default_rng((self.request.seed, 1)).permutation(len(distinct))
-        cut = split_ranges(self.config.split, len(distinct))[part]
-        mine = np.sort(order[cut.start : cut.stop])
-        return np.repeat(distinct[mine], copies[mine])
 
     def _rows(
         self, name: str, opened: OpenedRows, members: NDArray[np.int64], samples: int | None, weight: float
@@ -204,14 +195,14 @@ class _Builder:
             next_step=f"Set train.steps = {fitting}{whole}.",
         )
 
-    def _identity(self, opened: OpenedRows, name: str, part: int | None) -> str:
+    def _identity(self, opened: OpenedRows, name: str) -> str:
         """Hash of all that decides which row comes when; not the length of the run."""
         config, request = self.config, self.request
         content = {
             "examples": opened.examples.identity,
             "drawn": [hashlib.sha256(members.tobytes()).hexdigest() for members in opened.members],
             "weights": [source.weight for source in opened.sources],
-            "split": [config.split, part, name],
+            "split": [config.split, SPLITS.index(name) if config.split else None, name],
             "seq_len": request.seq_len,
             "task": request.task,
             "seed": request.seed,
