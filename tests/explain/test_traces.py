@@ -116,7 +116,28 @@ def test_a_host_that_is_late(tmp_path: Path) -> None:
         e for n in range(100) for e in kernel("vectorized_elementwise", n * 0.02, 0.008, launch=n * 0.02, number=n)
     ]
     first = explain_traces([write(tmp_path / "t.json", events)]).findings[0]
-    assert first.id == "explain.host-bound" and "compile" in first.next_step
+    assert first.id == "explain.host-bound" and "compile" in first.next_step and "waited for" not in first.evidence
+
+
+def test_everything_that_is_wrong_with_a_plain_loop_is_said_by_what_it_costs(tmp_path: Path) -> None:
+    """As of a Transformers model in fp32 with eager attention, ``loss.item()`` in each step and no loader workers."""
+    events, number, step_ms = [], 0, 100.0
+    wait = {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "pid": 1, "tid": 1, "dur": 100}
+    for step in range(5):
+        now = step * step_ms
+        events += [span(f"ProfilerStep#{step}", now, step_ms), wait | {"ts": 1e3 * (now + 99)}]
+        events.append(span("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", now, 20))
+        # from 20 to 85 ms the GPU is busy, then it waits for a host that launches late
+        for name, start, length, launch in (
+            ("ampere_sgemm_128x64_tn", 20, 40, 20), ("cunn_SoftMaxForward", 60, 15, 21),
+            ("vectorized_elementwise_kernel", 75, 10, 22), ("multi_tensor_apply_kernel_adam", 96, 4, 96),
+        ):  # fmt: skip
+            events += kernel(name, now + start, length, launch=now + launch, number=(number := number + 1))
+    found = explain_traces([write(tmp_path / "t.json.gz", events)]).findings
+    priced = [one.id for one in found if one.gain and "of the step" in one.gain]
+    assert priced == ["explain.fp32", "explain.data-loading", "explain.plain-attention", "explain.host-bound"]
+    host = next(one for one in found if one.id == "explain.host-bound")
+    assert "waited for the GPU 1 times a step (cudaStreamSynchronize)" in host.evidence
 
 
 def test_plain_attention_and_fp32_are_seen_by_their_kernels(tmp_path: Path) -> None:
@@ -229,7 +250,7 @@ def test_traces_of_the_host_alone_are_compared_by_their_operators(tmp_path: Path
     first, second = write(tmp_path / "a.json", operators(10, 2)), write(tmp_path / "b.json", operators(15, 3))
     told = compare_traces(first, second)
     (finding,) = told.findings
-    assert finding.id == "explain.trace-without-gpu" and "10.0 ms and 15.0 ms a step" in finding.subject
+    assert finding.id == "explain.trace-without-gpu" and "a step takes 50.0 ms and 50.0 ms" in finding.subject
     assert "aten::mm: +5.00 ms" in finding.evidence and "2 and 3 steps" in finding.evidence
     assert all(each.rows for each in told.tables)
     one = write(tmp_path / "c.json", marked(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from paceline.explain.cause import Cause, ranked
 from paceline.explain.compare import parts_table
 from paceline.explain.explanation import Explanation, bars
-from paceline.explain.host_operators import own_seconds
+from paceline.explain.host_parts import host_trace
 from paceline.explain.kinds import COMMUNICATION, collective_of
 from paceline.explain.rank_trace import RankTrace, as_dict, load
 from paceline.report import units
@@ -145,28 +146,31 @@ def _collectives_table(a: RankTrace, b: RankTrace) -> Table:
 def compare_host_traces(a: RankTrace, b: RankTrace) -> Explanation:
     """Where one of two traces holds no work of a GPU: the operators of the CPU, if both recorded any."""
     both = not len(a.trace.start) and not len(b.trace.start)
-    operators = [own_seconds(one.trace.path) for one in (a, b)] if both else [{}, {}]
-    steps = steps_of(a, b)
-    spent = [
-        {name: seconds / number for name, seconds in one.items()}
-        for one, number in zip(operators, steps or (1, 1), strict=True)
-    ]
-    known = all(spent)
+    hosts = [host_trace(one) for one in (a, b)] if both else []
+    marked = [host.steps for host in hosts]
+    steps = (marked[0], marked[1]) if all(marked) and both else None
+    spent, parts = (
+        [
+            {name: seconds / number for name, seconds in one.items()}
+            for one, number in zip(of_each, steps or (1, 1), strict=False)
+        ]
+        for of_each in ([host.operators.own for host in hosts], [host.parts for host in hosts])
+    )
+    known = both and all(spent)
     if not both:
         subject = f"only the {'first' if len(a.trace.start) else 'second'} trace holds work of a GPU"
         evidence = "A step of the one cannot be held against a step of the other."
     elif not known:
         subject, evidence = "neither trace holds work of a GPU, nor do both hold operators of the CPU", ""
     else:
-        grown = {name: spent[1].get(name, 0.0) - spent[0].get(name, 0.0) for name in {**spent[0], **spent[1]}}
-        name = max(grown, key=lambda key: abs(grown[key]))
-        per = " a step" if steps else ""
+        part, operator = _most_apart(*parts), _most_apart(*spent)
+        what = "a step" if steps else "the program"
         subject = (
-            f"neither trace holds work of a GPU; operators of the CPU take {units.duration(sum(spent[0].values()))} "
-            f"and {units.duration(sum(spent[1].values()))}{per}"
+            f"neither trace holds work of a GPU; on the CPU {what} takes {units.duration(sum(parts[0].values()))} "
+            f"and {units.duration(sum(parts[1].values()))}"
         )
-        counted = f" {a.steps} and {b.steps} steps." if steps else unknown_steps(a, b)
-        evidence = f"Most of the difference is in {name}: {units.apart(grown[name])}.{counted}"
+        counted = f" {steps[0]} and {steps[1]} steps." if steps else unknown_steps(a, b)
+        evidence = f"Most of the difference is in {part}; of operators, in {operator}.{counted}"
     cause = Cause(
         id="explain.trace-without-gpu",
         subject=subject,
@@ -178,13 +182,26 @@ def compare_host_traces(a: RankTrace, b: RankTrace) -> Explanation:
         gain="not determined",
     )
     shown = _largest(*spent) if known else ({}, {})
-    whole = "operators, a step" if steps else "operators, whole trace"
+    whole = "step" if steps else "whole trace"
     return Explanation(
         title=f"{a.trace.path.name} and {b.trace.path.name}",
-        tables=(parts_table(*shown, whole=whole, title="Operators of the CPU, own time"),) if known else (),
+        tables=(
+            parts_table(*parts, whole=whole),
+            parts_table(*shown, whole=f"operators, {whole}", title="Operators of the CPU, own time"),
+        )
+        if known
+        else (),
         findings=(cause.finding(),),
-        data={"traces": [as_dict(a), as_dict(b)], "per_step": bool(steps), "operators": spent},
+        data={"traces": [as_dict(a), as_dict(b)], "per_step": bool(steps), "parts": parts, "operators": spent},
+        pictures=(bars("Where the time went", (a.trace.path.name, b.trace.path.name), parts),) if known else (),
     )
+
+
+def _most_apart(first: Mapping[str, float], second: Mapping[str, float]) -> str:
+    """``"data: +5.00 ms"``."""
+    grown = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
+    name = max(grown, key=lambda key: abs(grown[key]))
+    return f"{name}: {units.apart(grown[name])}"
 
 
 def _largest(first: dict[str, float], second: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:

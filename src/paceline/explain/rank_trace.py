@@ -11,7 +11,10 @@ from paceline.explain.attribution import MODULE
 from paceline.explain.timeline import Breakdown, break_down, exposed_by_collective
 from paceline.explain.trace_file import TraceData, read_trace
 
-_STEP = re.compile(r"ProfilerStep#\d+")
+STEP = re.compile(r"ProfilerStep#\d+")
+"""Names of spans that are profiled steps."""
+LOADER = re.compile(r"DataLoader|^data$|dataloader|next_batch|get_batch", re.IGNORECASE)
+"""Names of spans in which a program waits for data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class RankTrace:
     @cached_property
     def steps(self) -> int:
         """Profiled steps, 0 where the program did not mark them."""
-        return sum(len(spans) for name, spans in self.trace.spans.items() if _STEP.fullmatch(name))
+        return sum(len(spans) for name, spans in self.trace.spans.items() if STEP.fullmatch(name))
 
     @cached_property
     def updates(self) -> int:

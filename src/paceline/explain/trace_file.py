@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,8 @@ class TraceData:
     groups: tuple[str, ...]
     spans: Mapping[str, tuple[tuple[float, float], ...]]
     """User annotations of the host by name: (start, end)."""
+    waits: Mapping[str, int]
+    """How often the host waited for the GPU, by the runtime's call: ``cudaStreamSynchronize`` and its like."""
     host_ops: int
     host_seconds: float
     """From the first to the last event of the host."""
@@ -80,6 +83,7 @@ class _Collected:
         self.launches: dict[int, float] = {}
         self.launch_ids, self.launch_times = array("q"), array("d")
         self.spans: dict[str, list[tuple[float, float]]] = {}
+        self.waits: Counter[str] = Counter()
         self.host_ops = 0
         self.host_first, self.host_last = float("inf"), float("-inf")
 
@@ -96,6 +100,9 @@ class _Collected:
             self._gpu(event, float(start), float(length))
         elif category in _RUNTIME:
             self._host(float(start), float(length))
+            name = str(event.get("name", ""))
+            if "Synchronize" in name:
+                self.waits[name[:200]] += 1
             correlation = (event.get("args") or {}).get("correlation")
             if isinstance(correlation, int):
                 self.launch_ids.append(correlation)
@@ -355,6 +362,7 @@ def _finish(path: Path, found: _Collected, facts: Mapping[str, Any], truncated: 
             name: tuple(((a - begin) * 1e-6, (b - begin) * 1e-6) for a, b in spans)
             for name, spans in found.spans.items()
         },
+        waits=dict(found.waits.most_common()),
         host_ops=found.host_ops,
         host_seconds=max(0.0, found.host_last - found.host_first) * 1e-6 if found.host_ops else 0.0,
         began=begin * 1e-6,

@@ -11,9 +11,9 @@ from paceline.explain.attribution import attribute
 from paceline.explain.capture_report import attribution_data, module_table, unattributed
 from paceline.explain.cause import ranked
 from paceline.explain.explanation import Explanation, bars
-from paceline.explain.kinds import (
-    NAMES,
-)
+from paceline.explain.host_parts import host_trace
+from paceline.explain.host_trace_rules import host_causes, host_operators_table, host_parts_table
+from paceline.explain.kinds import NAMES
 from paceline.explain.rank_trace import RankTrace, as_dict, is_capture, load, short
 from paceline.explain.trace_rules import trace_causes
 from paceline.report import units
@@ -30,20 +30,28 @@ def explain_traces(paths: Sequence[Path]) -> Explanation:
     causes = list(trace_causes(loaded))
     owned = [attribute(one.trace.path) for one in loaded[:1] if is_capture(one.trace)]
     causes += [cause for one in owned for cause in unattributed(one)]
+    # modules of a capture of ours tell more than operators
+    on_cpu = [] if any(len(one.trace.start) for one in loaded) or owned else [host_trace(one) for one in loaded]
+    causes += host_causes(on_cpu) if on_cpu else []
+    known = [host for host in on_cpu if host.seconds and host.operators]
     title = f"Trace {paths[0].name}" if len(paths) == 1 else f"{len(paths)} traces"
     with_gpu = [one for one in loaded if len(one.trace.start)]
+    parts = {one.label: one.parts for one in with_gpu} or {host.one.label: host.parts for host in known}
     return Explanation(
         title=title,
         tables=(
             *([_breakdown_table(with_gpu)] if with_gpu else []),
             *(module_table(one, "By module and phase") for one in owned),
             *([_kernel_table(with_gpu[0])] if with_gpu else []),
+            *([host_parts_table(known), host_operators_table(known[0])] if known else []),
         ),
         findings=tuple(cause.finding() for cause in ranked(causes)),
-        data={"ranks": [as_dict(one) for one in loaded], "attribution": [attribution_data(one) for one in owned]},
-        pictures=(bars("Where the time went", [one.label for one in with_gpu], [one.parts for one in with_gpu]),)
-        if with_gpu
-        else (),
+        data={
+            "ranks": [as_dict(one) for one in loaded],
+            "attribution": [attribution_data(one) for one in owned],
+            "host": [{"seconds": host.seconds, "parts": host.parts, "operators": host.operators.own} for host in known],
+        },
+        pictures=(bars("Where the time went", list(parts), list(parts.values())),) if parts else (),
     )
 
 

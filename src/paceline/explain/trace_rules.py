@@ -22,15 +22,16 @@ from paceline.explain.kinds import (
     collective_of,
     is_fp32_product,
 )
-from paceline.explain.rank_trace import RankTrace, is_capture, short
+from paceline.explain.rank_trace import LOADER, RankTrace, short
 from paceline.explain.timeline import covered, length, union
 from paceline.report import units
 
-_LOADER = re.compile(r"DataLoader|^data$|dataloader|next_batch|get_batch", re.IGNORECASE)
-
 
 def trace_causes(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
-    """What the traces say is wrong; of several ranks, the one that is worst in each respect speaks."""
+    """What the traces say is wrong; of several ranks, the one that is worst in each respect speaks.
+
+    Of work of GPUs; `host_trace_rules.host_causes` judges traces that hold none.
+    """
     problems = [problem for one in loaded for problem in one.trace.problems]
     if problems:
         yield Cause(
@@ -43,18 +44,7 @@ def trace_causes(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
             gain="-",
         )
     with_gpu = [one for one in loaded if len(one.trace.start)]
-    if not with_gpu and all(is_capture(one.trace) for one in loaded):
-        return
     if not with_gpu:
-        yield Cause(
-            id="explain.trace-without-gpu",
-            subject="the trace holds no work of a GPU",
-            evidence=f"{sum(one.trace.host_ops for one in loaded):,} operations of the host were recorded.",
-            next_step="Not determined; record again with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
-            share=None,
-            severity="note",
-            gain="not determined",
-        )
         return
     yield from _communication(with_gpu)
     yield from _late_ranks(with_gpu)
@@ -132,7 +122,7 @@ def _late_ranks(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
 
 def _idle(one: RankTrace) -> Iterator[Cause]:
     made, trace = one.breakdown, one.trace
-    loading = _idle_in(one, _LOADER)
+    loading = _idle_in(one, LOADER)
     if one.share(loading) > 0.02:
         yield Cause(
             id="explain.data-loading",
@@ -160,11 +150,21 @@ def _idle(one: RankTrace) -> Iterator[Cause]:
         subject=f"the GPU waits for the host for {one.share(waiting):.0%} of the time",
         evidence=f"{units.duration(waiting)} of gaps end with a kernel that was launched after the one before "
         "had ended; "
-        f"{int(kernels.sum()):,} kernels, half of them shorter than {units.duration(typical)}.",
+        f"{int(kernels.sum()):,} kernels, half of them shorter than {units.duration(typical)}.{_waits(one)}",
         next_step="Launch less: torch.compile (parallel.compile=true), CUDA graphs, fused optimizers, a larger "
         "micro-batch; and look for .item(), print of tensors or synchronisation in the loop.",
         share=one.share(waiting),
     )
+
+
+def _waits(one: RankTrace) -> str:
+    """After each the GPU has nothing left to do, until the host has launched anew."""
+    waits = one.trace.waits
+    if not waits:
+        return ""
+    number = sum(waits.values())
+    often = f"{number / one.steps:.3g} times a step" if one.steps else f"{number:,} times"
+    return f" The host waited for the GPU {often} ({', '.join(list(waits)[:3])}), as .item() and printing make it."
 
 
 def _idle_in(one: RankTrace, pattern: re.Pattern[str]) -> float:
