@@ -159,7 +159,8 @@ def test_a_wrong_command_would_be_noticed(command: Any) -> None:
 # ---- recipe keys
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+# ids of findings begin as keys do
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "findings"], ids=name)
 def test_recipe_keys_exist(page: Path) -> None:
     pattern = re.compile(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})(?:\.[a-z_][a-z0-9_]*)+)")
     files = (".md", ".py", ".toml", ".json", ".jsonl")
@@ -190,6 +191,13 @@ def _module(path: Path) -> ModuleType:
 def test_the_recipe_reference_is_up_to_date() -> None:
     written = (DOCS / "reference" / "recipe.md").read_text(encoding="utf-8")
     assert written == _module(DOCS / "make_recipe_reference.py").text_of_page(), "run `scripts/docs reference`"
+
+
+def test_every_id_of_a_recipes_checks_is_listed() -> None:
+    """Of `doctor`, `explain` and `tune`: tests of their rooms."""
+    written = (DOCS / "reference" / "findings.md").read_text(encoding="utf-8")
+    ids = {found for found, _, _ in _module(DOCS / "make_finding_reference.py").found()}
+    assert len(ids) > 60 and set(re.findall(r"^\| `([^`]+)`", written, re.MULTILINE)) == ids, "run `scripts/docs`"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name)

@@ -186,3 +186,4 @@ def test_clients_that_reset_or_say_nothing_leave_no_trace(
 
 def test_every_sample_is_a_line_of_its_own() -> None:
     assert exposition({"a": 1.0, "b": 2.0}, "").count("\n") == 4
+    assert exposition({"skipped_steps_total": 3.0}, "").startswith("# TYPE paceline_skipped_steps_total counter\n")

@@ -79,13 +79,15 @@ class PrometheusServer:
 
 
 def exposition(values: Values, labels: str) -> str:
-    """One gauge a value, in the order given; what is not a number is left out."""
+    """A sample a value, in the order given; what is not a number is left out. A name that ends in ``_total`` is of a
+    counter, as Prometheus wants it."""
     lines = []
     for name, value in values.items():
         if value != value:
             continue
         full = f"paceline_{name}"
-        lines += [f"# TYPE {full} gauge", f"{full}{{{labels}}} {value:.10g}"]
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE {full} {kind}", f"{full}{{{labels}}} {value:.10g}"]
     return "\n".join(lines) + "\n"
 
 
