@@ -191,6 +191,7 @@ def test_rows_are_counted_and_nothing_is_written(tmp_path: Path, capsys: pytest.
     dry_run(load_recipe(RECIPES / "tiny.toml", [f"data.train={path}", *options]), 1)
     text = capsys.readouterr().out
     assert "40 examples in 20 sequences" in text
+    assert "causal attention within documents, no recomputation" in text
     assert sorted(tmp_path.iterdir()) == [path]
 
 

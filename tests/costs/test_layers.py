@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config.model import ModelConfig, MoEConfig
 from paceline.config.presets import preset, preset_names
-from paceline.costs.layers import count_parameters, keys_per_token, token_flops, training_flops_per_token
+from paceline.costs.layers import Documents, count_parameters, keys_per_token, token_flops, training_flops_per_token
 from paceline.kernels.attention import attention_core
 from paceline.kernels.cross_entropy import PlainHeadLoss
 from paceline.models.transformer import Transformer
@@ -191,3 +191,18 @@ def test_flops_equal_torchs_counter(options: dict[str, Any]) -> None:
     with FlopCounterMode(display=False) as counter:
         output.loss_sum.backward()
     assert counter.get_total_flops() == pytest.approx(expected.backward * tokens.numel(), rel=1e-9)
+
+
+def test_documents_that_share_a_row_see_themselves_alone() -> None:
+    """Projections as before; scores by each document's own length, and none of what fills a row up."""
+    model = ModelConfig(**preset("llama3_8b"))
+    whole = token_flops(model, 8192)
+    packed = token_flops(model, 8192, documents=Documents(counts={1024: 6, 512: 3}, tokens=8192))
+    assert packed.forward - packed.scores == whole.forward - whole.scores
+    expected = (6 * 1024 * token_flops(model, 1024).scores + 3 * 512 * token_flops(model, 512).scores) / 8192
+    assert packed.scores == pytest.approx(expected)
+    # a document as long as the row is the row
+    assert token_flops(model, 8192, documents=Documents(counts={8192: 5}, tokens=5 * 8192)) == whole
+    windowed = model.model_copy(update={"sliding_window": 256})
+    short = token_flops(windowed, 8192, documents=Documents(counts={128: 64}, tokens=8192))
+    assert short.scores == token_flops(model, 128).scores

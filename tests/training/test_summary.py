@@ -84,7 +84,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
     assert text["steps"] == "10 of 10" and text["training loss"] == "3.900 -> 3.000"
     assert "ratio 0.500" in text["bits per byte"] and "perplexity 7.4" in text["held-out loss"]
     assert text["throughput"].startswith("2,000 tokens/s, 1,000 per device")
-    assert "2 GFLOP a token (causal attention" in text["model FLOP/s"]
+    assert "2 GFLOP a token (attention causal," in text["model FLOP/s"]
     assert text["MFU"] == "20.0% = model FLOP/s / peak of 10 TFLOP/s"
     assert text["skipped steps"].startswith("2 ")
     assert text["to the first step"] == "4.5 s: imports 1.5, first step 3.0"

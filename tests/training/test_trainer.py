@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 from distributed import run as on_ranks
 from paceline.config.load import resolve
+from paceline.costs.adapters import step_flops_per_token
+from paceline.costs.layers import token_flops
 from paceline.data.build import build_datasets
 from paceline.data.loader import Loader
 from paceline.observe.hooks import Hook, StepEnd
@@ -190,3 +193,33 @@ def test_deterministic_runs_are_bit_equal(data: str, tmp_path: Path) -> None:
     ]
     dense, dense_again, experts, experts_again = on_ranks(_twice_deterministic, 2, recipes)[0]
     assert dense == dense_again and experts == experts_again
+
+
+def test_flops_of_packed_rows_are_those_of_their_documents(tmp_path: Path) -> None:
+    """By hand: sequences that hold 4 documents of 9 tokens, and sequences that hold one."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": [1] * 9, "labels": [1] * 9}) + "\n" for _ in range(32)))
+    wanted = [
+        "task.kind=sft",
+        "data.tokenizer=byte",
+        "model.vocab_size=300",
+        "model.max_seq_len=40",
+        "train.seq_len=40",
+    ]
+    found = {}
+    for packing in ("pack", "none"):
+        options = runs.tiny(tmp_path / packing, str(rows), *wanted, f"data.packing={packing}", steps=1)
+        (record,) = runs.alone(options)
+        config = resolve({}, options).config
+        flops = step_flops_per_token(config)  # as if all of a sequence were seen
+        scores = 3 * token_flops(config.model, 40).scores
+        documents = {"pack": 4, "none": 1}[packing]
+        expected = flops - scores + documents * 9 / 40 * 3 * token_flops(config.model, 9).scores
+        assert record.tflops_per_gpu is not None and record.flops_convention == "causal within documents"
+        assert record.tflops_per_gpu * 1e12 / record.tokens_per_second_per_gpu == pytest.approx(expected)
+        found[packing] = expected
+        told = json.loads((tmp_path / packing / "summary.json").read_text())
+        assert told["flops_convention"] == record.flops_convention and told["flops_per_token"] == pytest.approx(
+            expected
+        )
+    assert found["none"] < found["pack"]

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.config.load import Recipe, dump_recipe, resolve
 from paceline.config.run import RunConfig
+from paceline.data.build import Datasets
 from paceline.observe.events import RunFolder
 from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart, StepEnd, StepStart
 from paceline.observe.phases import NO_PHASES
@@ -32,9 +33,9 @@ from paceline.runtime.process import ProcessInfo, process_group
 from paceline.runtime.seed import set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
-from paceline.training.feed import Feed, open_datasets
+from paceline.training.feed import Feed, documents_of, open_datasets
 from paceline.training.recording import build_recorder
-from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, energy_reader, rates
+from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, energy_reader
 from paceline.training.start_up import StartUpHook
 from paceline.training.trainer import Progress, Trainer
 
@@ -107,6 +108,10 @@ def bench_train(
         kept = _claim(stack, keep, config, info, device)
         tell("building the model")
         parts = build_parts(config, recipe.registry, info, device, done=start_clock.done)
+        samples = config.train.steps * config.train.global_batch_size
+        datasets = open_datasets(config, recipe.registry, train_samples=samples)
+        ranks = Ranks.create(timedelta(seconds=config.cluster.timeout_seconds))
+        parts = replace(parts, documents=documents_of(datasets, ranks))
         clock, energy = StepClock(device), _EnergyAfterWarmUp(energy_reader(device), warm_up, steps)
         told, logged = _Teller(tell, warm_up, steps), _Logged()
         recorder = build_recorder(parts)
@@ -117,7 +122,7 @@ def bench_train(
                 *(() if kept is None else (SinkHook([FolderSink(kept)]),)),
             ]
         )
-        trainer = _trainer(parts, recipe, folder, hooks, recorder)
+        trainer = _trainer(parts, datasets, ranks, folder, hooks, recorder)
         try:
             trainer.run(stop)
         finally:
@@ -253,12 +258,11 @@ class _NoSaver:
         """A bench keeps nothing."""
 
 
-def _trainer(parts: Parts, recipe: Recipe, folder: Path, hooks: Hooks, recorder: Recorder | None) -> Trainer:
+def _trainer(
+    parts: Parts, datasets: Datasets, ranks: Ranks, folder: Path, hooks: Hooks, recorder: Recorder | None
+) -> Trainer:
     """``recorder``: writes into ``folder``, from now on."""
     config = parts.config
-    samples = config.train.steps * config.train.global_batch_size
-    datasets = open_datasets(config, recipe.registry, train_samples=samples)
-    ranks = Ranks.create(timedelta(seconds=config.cluster.timeout_seconds))
     feed = Feed.open(datasets.train, config, parts.mesh, parts.device, start_sample=0)
     if recorder is not None:
         recorder.ready = lambda: feed.ready
@@ -300,7 +304,7 @@ def _record(
     measured = seconds[-steps:]
     step_seconds = statistics.median(measured)
     tokens_per_second = config.train.global_batch_size * config.train.seq_len / step_seconds / info.world_size
-    found = rates(config, parts.device)
+    found = trainer.meter.rates
     assert found.flops_per_token is not None
     tflops = tokens_per_second * found.flops_per_token / 1e12
     reading = trainer.last_reading

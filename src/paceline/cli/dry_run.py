@@ -13,7 +13,7 @@ from paceline.config.load import Recipe
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.costs.adapters import count_learned, step_flops_per_token
-from paceline.costs.layers import count_parameters
+from paceline.costs.layers import Documents, count_parameters
 from paceline.costs.memory import MemoryEstimate, estimate_pipeline
 from paceline.costs.parameters import Holdings
 from paceline.data.indexed import IndexedDataset
@@ -52,12 +52,12 @@ def dry_run(recipe: Recipe, nproc: int | None) -> None:
     asked_card(config)
     findings = check(config, recipe.registry, world_size)
     refuse_errors(findings)
-    rows = _check_data(config, recipe.registry)
+    rows, documents = _check_data(config, recipe.registry)
     holdings, estimates = Holdings(config, world_size), estimate_pipeline(config, world_size)
     memory = max(estimates, key=lambda found: found.total)
     several = config.parallel.pp > 1
     console = make_console()
-    print_table(console, _work(config, world_size, reason))
+    print_table(console, _work(config, world_size, reason, documents))
     for shown in (
         mesh_table(config, holdings.grid),
         *((stages_table(config),) if several else ()),
@@ -96,11 +96,11 @@ def _world_size(config: RunConfig, nproc: int | None) -> tuple[int, str]:
     return fewest, "the fewest that the layout fits (or --nproc N)"
 
 
-def _check_data(config: RunConfig, registry: Registry) -> list[str]:
+def _check_data(config: RunConfig, registry: Registry) -> tuple[list[str], Documents | None]:
     """Opens every dataset: there, whole, long enough for a sequence, and of a vocabulary that fits the model.
 
     Returns:
-        Where data are rows, what they come to: examples, sequences, epochs.
+        Where data are rows, what they come to: examples, sequences, epochs; and the documents of a sequence.
     Raises:
         DataError, ConfigError: as the run itself would.
     """
@@ -128,24 +128,28 @@ def _check_data(config: RunConfig, registry: Registry) -> list[str]:
                     f"{config.train.seq_len:,} and its next token",
                     next_step=f"Set train.seq_len below {tokens}, or build a larger dataset.",
                 )
-    return []
+    return [], None
 
 
-def _rows(config: RunConfig) -> list[str]:
+def _rows(config: RunConfig) -> tuple[list[str], Documents | None]:
+    from paceline.data.document_lengths import document_lengths
     from paceline.data.example_files import RowRequest
     from paceline.data.example_sets import build_row_datasets
 
     samples = config.train.steps * config.train.global_batch_size
     found = build_row_datasets(config.data, RowRequest.of(config, keep_tokens=False), train_samples=samples)
-    return [str(report) for report in found.reports]
+    lengths = document_lengths(found.train.source)
+    documents = None if lengths is None else Documents(counts=lengths.counts, tokens=lengths.tokens)
+    return [str(report) for report in found.reports], documents
 
 
-def _work(config: RunConfig, world_size: int, reason: str) -> Table:
+def _work(config: RunConfig, world_size: int, reason: str, documents: Documents | None) -> Table:
     train, count = config.train, count_parameters(config.model)
     tokens = train.global_batch_size * train.seq_len
     micro = train.global_batch_size // (train.micro_batch_size * config.parallel.dp_degree(world_size))
     convention = config.observe.flops_convention
-    flops = step_flops_per_token(config, convention)
+    flops = step_flops_per_token(config, convention, documents)
+    seen = f"{convention} attention{' within documents' if documents else ''}"
     parameters = units.count(count.total)
     if config.model.is_moe:
         parameters += f", {units.count(count.active)} active"
@@ -162,7 +166,7 @@ def _work(config: RunConfig, world_size: int, reason: str) -> Table:
             f"on each rank, of {train.micro_batch_size} sequence{'s' * (train.micro_batch_size > 1)}",
         ),
         ("tokens of the run", units.count(tokens * train.steps), f"{train.steps:,} steps"),
-        ("FLOPs a token", f"{units.count(flops)}", f"forward and backward, {convention} attention, no recomputation"),
+        ("FLOPs a token", f"{units.count(flops)}", f"forward and backward, {seen}, no recomputation"),
         ("FLOPs of the run", f"{flops * tokens * train.steps:.3g}", "FLOPs a token x tokens"),
     ]
     return table(("run", "", ""), rows)

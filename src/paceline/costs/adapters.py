@@ -18,7 +18,7 @@ from functools import lru_cache
 from paceline.config.lora import LoraConfig, is_adapter
 from paceline.config.model import BlockSpec, ModelConfig
 from paceline.config.run import RunConfig
-from paceline.costs.layers import Convention, token_flops, training_flops_per_token
+from paceline.costs.layers import Convention, Documents, token_flops, training_flops_per_token
 from paceline.costs.parameters import Shape, block_shapes, model_shapes, with_adapters
 
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
@@ -60,25 +60,33 @@ def _nf4_layer_bytes(model: ModelConfig, lora: LoraConfig, width: float) -> floa
     return (NF4_BYTES * rounded + width * (total - rounded)) / max(1, total)
 
 
-def step_flops_per_token(config: RunConfig, convention: Convention = "causal") -> float:
+def step_flops_per_token(
+    config: RunConfig, convention: Convention = "causal", documents: Documents | None = None
+) -> float:
     """Model FLOPs of one token, forward and backward.
 
     All weights learn: three times the forward. With adapters: twice the forward of each frozen product (no gradient of
     its weight), three times that of attention itself, which has no weights, and 6 for each parameter of an adapter.
     Ignored: that the first layer's input needs no gradient, and the lengths of rows of DoRA.
+
+    Args:
+        documents: of rows in which documents do not see each other; None = attention sees whole sequences.
     """
     if not config.lora.on:
-        return training_flops_per_token(config.model, config.train.seq_len, convention)
-    return adapted_flops_per_token(
-        config.model, config.train.seq_len, count_adapters(config.model, config.lora), convention
-    )
+        return training_flops_per_token(config.model, config.train.seq_len, convention, documents)
+    adapters = count_adapters(config.model, config.lora)
+    return adapted_flops_per_token(config.model, config.train.seq_len, adapters, convention, documents)
 
 
 def adapted_flops_per_token(
-    model: ModelConfig, seq_len: int, adapters: int, convention: Convention = "causal"
+    model: ModelConfig,
+    seq_len: int,
+    adapters: int,
+    convention: Convention = "causal",
+    documents: Documents | None = None,
 ) -> float:
     """As `step_flops_per_token`, beside so many parameters of adapters."""
-    flops = token_flops(model, seq_len, convention)
+    flops = token_flops(model, seq_len, convention, documents)
     return 2 * (flops.forward - flops.scores) + 3 * flops.scores + 6.0 * adapters
 
 

@@ -16,6 +16,7 @@ Sources: PaLM, arXiv:2204.02311; Narayanan and others, arXiv:2104.04473.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -73,6 +74,25 @@ class TokenFlops:
     @property
     def training(self) -> float:
         return self.forward + self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Documents that share rows and do not see each other."""
+
+    counts: Mapping[int, int]
+    """Length in tokens -> how many."""
+    tokens: int
+    """Of the rows, with what fills them up, which attends to nothing."""
+
+    def keys_per_token(self, window: int, convention: Convention) -> float:
+        """Keys that a token of the rows meets on average."""
+        met = sum(
+            count * length * keys_per_token(length, window, convention)
+            for length, count in self.counts.items()
+            if length
+        )
+        return met / self.tokens
 
 
 # ---- parameters
@@ -172,13 +192,26 @@ def moe_parameters(spec: MoESpec, *, active: bool = False) -> int:
 # ---- floating-point operations
 
 
-def token_flops(model: ModelConfig, seq_len: int, convention: Convention = "causal") -> TokenFlops:
-    """Forward FLOPs of one token in a sequence of `seq_len`, averaged over its positions."""
+def token_flops(
+    model: ModelConfig, seq_len: int, convention: Convention = "causal", documents: Documents | None = None
+) -> TokenFlops:
+    """Forward FLOPs of one token in a sequence of `seq_len`, averaged over its positions.
+
+    Args:
+        documents: what attention sees in place of whole sequences.
+    """
     blocks = (*model.blocks(), *model.mtp_blocks())
+    windows = {block.attention.sliding_window for block in blocks}
+    keys = {
+        window: documents.keys_per_token(window, convention)
+        if documents
+        else keys_per_token(seq_len, window, convention)
+        for window in windows
+    }
     parts = {"projections": 0.0, "scores": 0.0, "mlp": 0.0, "experts": 0.0, "router": 0.0}
     for block in blocks:
         parts["projections"] += 2 * attention_weights(block.attention)
-        parts["scores"] += score_flops(block.attention, seq_len, convention)
+        parts["scores"] += _score_flops(block.attention, keys[block.attention.sliding_window])
         feed_forward = block.feed_forward
         if isinstance(feed_forward, MoESpec):
             parts["experts"] += expert_flops(feed_forward)
@@ -192,22 +225,23 @@ def token_flops(model: ModelConfig, seq_len: int, convention: Convention = "caus
     )
 
 
-def training_flops_per_token(model: ModelConfig, seq_len: int, convention: Convention = "causal") -> float:
+def training_flops_per_token(
+    model: ModelConfig, seq_len: int, convention: Convention = "causal", documents: Documents | None = None
+) -> float:
     """Model FLOPs of one token, forward and backward: three times the forward.
 
     Llama-3-8B at sequence 8192: 51.47e9 causal, 57.91e9 full.
     """
-    return token_flops(model, seq_len, convention).training
+    return token_flops(model, seq_len, convention, documents).training
 
 
 def score_flops(spec: AttentionSpec, seq_len: int, convention: Convention) -> float:
     """Forward FLOPs of the attention core for one token: 2 * keys * heads * (query-key width + value width)."""
-    return (
-        2
-        * keys_per_token(seq_len, spec.sliding_window, convention)
-        * spec.num_heads
-        * (spec.qk_head_dim + spec.v_head_dim)
-    )
+    return _score_flops(spec, keys_per_token(seq_len, spec.sliding_window, convention))
+
+
+def _score_flops(spec: AttentionSpec, keys: float) -> float:
+    return 2 * keys * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim)
 
 
 def keys_per_token(seq_len: int, window: int, convention: Convention) -> float:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.checkpoint.ranks import Ranks
 from paceline.config.data import DataSource
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
+from paceline.costs.layers import Documents
 from paceline.data.batch import Batch
 from paceline.data.build import Datasets, Split, build_datasets
+from paceline.data.document_lengths import document_lengths
 from paceline.data.example_files import RowRequest
 from paceline.data.example_sets import build_row_datasets
 from paceline.data.loader import Loader
@@ -62,6 +65,13 @@ def open_datasets(config: RunConfig, registry: Registry, *, train_samples: int) 
     source: SampleSource = registry.data_sources[scheme](rest, context)
     split = Split(source=source, identity=f"{scheme}:{rest}", reports=(), bytes_per_token=None)
     return replace(built, train=split)
+
+
+def documents_of(datasets: Datasets, ranks: Ranks) -> Documents | None:
+    """Lengths of the documents in the training rows; None where attention sees whole rows. Collective: the first rank
+    looks."""
+    found = ranks.from_first("looking at documents", lambda: document_lengths(datasets.train.source))
+    return None if found is None else Documents(counts=found.counts, tokens=found.tokens)
 
 
 def _plugin_source(train: str | tuple[DataSource, ...], registry: Registry) -> tuple[str, str] | None:

@@ -76,7 +76,7 @@ def _named(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
 
 def _facts(parts: Parts) -> dict[str, Any]:
     config, info, mesh = parts.config, parts.info, parts.mesh
-    rate = rates(config, parts.device)
+    rate = rates(config, parts.device, parts.documents)
     try:
         usable = len(psutil.Process().cpu_affinity())
     except (AttributeError, psutil.Error):

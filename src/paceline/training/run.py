@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
 from paceline.training.adapters import adapter_facts, begin_adapters, load_base
 from paceline.training.exports import mark_outdated
-from paceline.training.feed import Feed, open_datasets, samples_needed
+from paceline.training.feed import Feed, documents_of, open_datasets, samples_needed
 from paceline.training.foreign import Exporter, load_initial, open_weights
 from paceline.training.persist import RunSaver, restore
 from paceline.training.recording import build_capture, build_recorder
@@ -193,6 +193,7 @@ class _Run:
             log.info("optimizer groups\n%s", parts.optimizer.describe(self.config.learns))
             for report in datasets.reports:
                 log.info("%s", report)
+        parts = replace(parts, documents=documents_of(datasets, self.ranks))
         self._mark_exports(start.progress.step)
         saver = RunSaver(parts, self.manager, datasets, base)
         saver.prepare()
@@ -309,7 +310,7 @@ class _Run:
             if self.info.is_main and self.config.checkpoint.save_last:
                 samples = draw_samples(self.folder.path, self.config, self.device, self._open_base)
         if self.info.is_main and self.folder.metrics_path.exists():
-            summary = self._summary(opened.trainer.progress, evaluation, samples, reason)
+            summary = self._summary(opened, evaluation, samples, reason)
             summary.write(self.folder.path)
 
     def _open_base(self, source: str) -> WeightSource:
@@ -336,8 +337,9 @@ class _Run:
         return evaluation
 
     def _summary(
-        self, progress: Progress, evaluation: Evaluation | None, samples: tuple[tuple[str, str], ...], reason: str
+        self, opened: _Opened, evaluation: Evaluation | None, samples: tuple[tuple[str, str], ...], reason: str
     ) -> Summary:
+        progress = opened.trainer.progress
         return summarize(
             self.folder.path,
             steps=progress.step,
@@ -347,7 +349,7 @@ class _Run:
             parameters=count_parameters(self.config.model).total,
             world_size=self.info.world_size,
             devices=f"{self.info.world_size} x {device_name(self.device)}",
-            flops_per_token=rates(self.config, self.device).flops_per_token,
+            flops_per_token=rates(self.config, self.device, opened.parts.documents).flops_per_token,
             evaluation=evaluation,
             samples=samples,
             made_up_tokens=self.config.data.is_synthetic,

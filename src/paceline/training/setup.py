@@ -17,6 +17,7 @@ from paceline.config.run import RunConfig
 from paceline.config.task import TaskConfig
 from paceline.costs.adapters import step_flops_per_token
 from paceline.costs.hardware import peak_tflops
+from paceline.costs.layers import Documents
 from paceline.costs.low_precision import MULTIPLE
 from paceline.costs.placement import share
 from paceline.costs.stages import cut_stages
@@ -73,6 +74,8 @@ class Parts:
     staged: StagedTask
     step: TrainStep
     reference: Reference | None = None
+    documents: Documents | None = None
+    """Of the training data, where rows hold several that do not see each other"""
 
 
 def build_parts(
@@ -200,9 +203,10 @@ def build_task(config: RunConfig, registry: Registry, sum_parts: SumParts) -> Ta
     return of_answers[kind](config.task, sum_parts)
 
 
-def rates(config: RunConfig, device: torch.device) -> Rates:
+def rates(config: RunConfig, device: torch.device, documents: Documents | None) -> Rates:
     """FLOPs of a token and the peak that MFU is measured against; no peak where the device is not in the table.
 
+    Attention counts within ``documents``, where rows hold several.
     In fp8 the peak is fp8's for all FLOPs, also those of attention and the head, which run in bf16.
     """
     peak = config.observe.peak_tflops
@@ -210,8 +214,8 @@ def rates(config: RunConfig, device: torch.device) -> Rates:
         peak = peak_tflops(device_name(device), config.train.precision) or 0.0
     convention = config.observe.flops_convention
     return Rates(
-        flops_per_token=step_flops_per_token(config, convention),
-        flops_convention=convention,
+        flops_per_token=step_flops_per_token(config, convention, documents),
+        flops_convention=convention if documents is None else f"{convention} within documents",
         peak_tflops=peak or None,
     )
 
@@ -223,7 +227,7 @@ def build_meter(parts: Parts, *, tokens_before: int = 0, skipped_before: int = 0
     extra += parts.staged.traits.means
     return Meter(
         parts.device,
-        rates(parts.config, parts.device),
+        rates(parts.config, parts.device, parts.documents),
         tokens_per_step=train.global_batch_size * train.seq_len,
         num_devices=parts.info.world_size,
         memory_bytes=lambda: memory_stats(parts.device).peak_bytes,

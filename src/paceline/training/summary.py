@@ -114,7 +114,7 @@ class Summary:
                 (
                     "model FLOP/s",
                     f"{self.tflops_per_gpu:.3g} TFLOP/s per device = tokens/s x {self.flops_per_token / 1e9:.4g} GFLOP "
-                    f"a token ({self.flops_convention} attention, recomputation not counted)",
+                    f"a token (attention {self.flops_convention}, recomputation not counted)",
                 )
             )
         if self.mfu is not None:
