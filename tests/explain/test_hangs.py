@@ -136,3 +136,18 @@ def test_a_hang_that_ended_the_run_in_an_error_stays_one(end: str, told: str, tm
         text = json.dumps(stall(rank, time=5.0))
         (tmp_path / FOLDER / f"stall-rank-{rank:05d}.json").write_text(text)
     assert told in [finding.id for finding in diagnose(read_run(tmp_path)).findings]
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ({"error": "RuntimeError", "message": "a peer left\nits stack"}, "RuntimeError: a peer left"),
+        ({"error": "KeyError", "message": ""}, "KeyError"),
+        ({}, "See logs/."),
+    ],
+)
+def test_what_an_error_said_is_told(event: dict[str, str], told: str, tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "error", "step": 6, "time": 9.0, **event}) + "\n")
+    failed = next(one for one in diagnose(read_run(tmp_path)).findings if one.id == "explain.run-failed")
+    assert failed.evidence == told

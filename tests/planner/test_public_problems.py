@@ -45,6 +45,17 @@ def test_flops_of_published_tables(preset: str, seq_len: int, tokens_per_second:
     assert found == pytest.approx(tflops, rel=0.005)
 
 
+@pytest.mark.parametrize(("tokens_per_second", "tflops"), [(2104.9, 93.5), (4233.7, 188.0)])
+def test_flops_of_one_model_over_pcie_and_over_nvlink(tokens_per_second: float, tflops: float) -> None:
+    """Case 6: the same 7B on A100s that PCIe or NVLink joins, at 30 % and at 60 % MFU."""
+    sizes = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 103168}
+    internlm = model("llama2_7b", **sizes)
+    found = training_flops_per_token(internlm, 2048, "full") * tokens_per_second / 1e12
+    assert found == pytest.approx(tflops, rel=0.01)
+    share = mfu(found, peak_tflops("NVIDIA A100-SXM4-80GB"))
+    assert share == pytest.approx(0.30 if tflops < 100 else 0.60, abs=0.01)
+
+
 def test_the_peak_is_dense() -> None:
     """Case 2."""
     assert mfu(420, peak_tflops("NVIDIA H200")) == pytest.approx(0.425, abs=0.001)

@@ -6,9 +6,10 @@ gone. A thing that holds one rank up costs all ranks its time, so costs are of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.explain.attribution import Attribution, attribute
@@ -35,6 +36,9 @@ from paceline.explain.waterfall import Waterfall, make_waterfall
 from paceline.report.finding import Finding
 
 Rule = Callable[[RunView, Shares, RankReport], Iterator[Cause]]
+
+_MOST_CHARACTERS = 300
+"""Of what an error said."""
 
 _RULES: tuple[Rule, ...] = (
     data_causes,
@@ -132,7 +136,7 @@ def _state_of_run(view: RunView, waterfall: Waterfall | None) -> Iterator[Cause]
         yield Cause(
             id="explain.run-failed",
             subject=f"the run ended with an error at step {last.get('step')}",
-            evidence=str(last.get("error") or last.get("subject") or last.get("message") or "see logs/"),
+            evidence=_told(last),
             next_step="The whole error is in the run folder's logs/.",
             share=None,
             severity="error",
@@ -148,3 +152,10 @@ def _state_of_run(view: RunView, waterfall: Waterfall | None) -> Iterator[Cause]
             severity="note",
             gain="-",
         )
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    """Kind of an error and the first line of what it said."""
+    lines = str(event.get("message") or event.get("subject") or "").strip().splitlines()
+    said = lines[0][:_MOST_CHARACTERS] if lines else ""
+    return ": ".join(part for part in (str(event.get("error") or ""), said) if part) or "See logs/."
