@@ -18,7 +18,7 @@ from accuracy_own import own_runs
 from paceline.costs.profiles import find_profile
 from paceline.planner.first_choice import Cell
 from paceline.planner.fit_recipes import RECIPES
-from paceline.planner.published import SOURCES, NotScored, PublishedRun, read_rows, read_run
+from paceline.planner.published import KERNELS, SOURCES, NotScored, PublishedRun, read_rows, read_run
 from paceline.planner.scored import Errors
 from paceline.planner.validate import SourceReport, cross_validate, report, score
 
@@ -137,7 +137,8 @@ HBM above 0.95 of its rate, torchtitan's 0.2, a product above its best.
 | recompute | none, full, selective, selective:modules |
 | tflops_per_gpu, mfu_pct, tokens_per_s_per_gpu, step_time_s | measured; the last that is given counts |
 | mem_GiB | measured, peak of a rank |
-| notes, evidence | words that decide how a row is read; `secondary` = a third party's copy, never counted |
+| notes | words that decide how a row is read (`planner/published.py`): `async TP`, `CRASHED`, {kernels} |
+| evidence | `secondary` = a third party's copy, never counted |
 
 Convention of TFLOP/s by source: {conventions}.
 """
@@ -396,6 +397,7 @@ def page(paths: Sequence[Path]) -> str:
         not_scored=not_scored_table(skipped, runs),
         fitted=fitted_table(),
         conventions=conventions,
+        kernels=", ".join(f"`{words}`" for words in KERNELS),
     )
 
 

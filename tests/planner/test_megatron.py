@@ -254,3 +254,11 @@ def test_scripts_with_lines_missing_never_crash(name: str) -> None:
         except ConfigError:
             continue
         conflicts(run)
+
+
+def test_how_rows_of_experts_are_sent_is_read() -> None:
+    experts = LINE + "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8 --disable-bias-linear "
+    plain = read_megatron(experts, gpus=16).work
+    told = read_megatron(experts + "--moe-token-dispatcher-type flex --overlap-moe-expert-parallel-comm", gpus=16).work
+    assert not (plain.dispatcher_permutes or plain.overlaps_experts)
+    assert told.dispatcher_permutes and told.overlaps_experts

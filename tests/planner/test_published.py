@@ -97,3 +97,16 @@ def test_the_rows_that_are_kept_here() -> None:
     assert timed["nanotron"] == 1150 and timed["korthikanti"] == 6 and timed["sc21"] == 7
     assert timed["nemo"] == 8 and timed["bloom"] == 36 and timed["fms"] == 6
     assert all(skipped.reason for skipped in found if isinstance(skipped, NotScored))
+
+
+def test_words_of_the_notes_name_kernels() -> None:
+    plain, told = run_of().workload, run_of(notes="dispatcher permutes; expert epilogues; fp8 head").workload
+    assert not (plain.dispatcher_permutes or plain.expert_epilogues or plain.fp8_head)
+    assert told.dispatcher_permutes and told.expert_epilogues and told.fp8_head
+    assert not (told.overlaps_experts or told.fp8_attention)
+
+
+def test_a_model_without_multi_token_prediction_has_none() -> None:
+    runs = [run for row in read_rows([RUNS]) if isinstance(run := read_run(row), PublishedRun)]
+    depths = {(run.id, run.workload.model.mtp_layers) for run in runs if run.model_name == "DeepSeekV3"}
+    assert {("bridge-a219", 0), ("bridge-a234", 1), ("bridge-c001", 1)} <= depths

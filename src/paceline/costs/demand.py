@@ -53,6 +53,8 @@ class Demand:
     expert_memory_forward: Number
     """Permutations and activations of routed rows, not in `memory_forward`."""
     expert_memory_backward: Number
+    expert_biases: Number
+    """One pass over the rows that experts add biases to."""
     attention_forward: Number
     attention_backward: Number
     memory_forward: Number
@@ -100,6 +102,8 @@ class Demand:
     ep_fast: Number
     ep_node: Number
     ep_calls: Number
+    ep_hidden: Number
+    """1: sent while another micro-batch is computed."""
 
     head_gemm: Number
     """Forward and backward, a micro-batch."""
@@ -191,6 +195,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         expert_gemm_backward=wanted * total.expert_gemm_backward,
         expert_memory_forward=total.expert_elements_forward * byte,
         expert_memory_backward=total.expert_elements_backward * byte,
+        expert_biases=total.expert_bias_elements * byte,
         attention_forward=total.attention_forward,
         attention_backward=backward_scale * total.attention_forward,
         memory_forward=total.elements_forward * byte,
@@ -236,7 +241,8 @@ def _head_rows(work: Workload) -> float:
 
 def _head(work: Workload, tokens: float, rates: Rates) -> dict[str, float]:
     model, vocab = work.model, _head_rows(work)
-    forward, backward = linear_seconds(tokens, model.hidden_size, vocab, rates.bf16, rates.hbm, rates.multiprocessors)
+    rate = rates.linear if work.fp8_head else rates.bf16
+    forward, backward = linear_seconds(tokens, model.hidden_size, vocab, rate, rates.hbm, rates.multiprocessors)
     depth = 1 + model.mtp_layers
     more = work.extra_head_forwards
     # logits written, cast, read for maximum, sum and gradient; 24 bytes each, fused 8

@@ -182,11 +182,10 @@ def _of_rank(
     modules = set(work.recompute_modules)
     cheap = work.recompute == "selective" and work.fused_attention and modules <= {"second_linear"}
     eager = profile.eager_ffn if gated and not (work.compile or cheap or modules) else 1.0
-    ffn = ffn * eager + experts * (1.0 if work.fused_experts else eager)
+    experts *= 1.0 if work.fused_experts else eager
+    ffn = ffn * eager * (0.1 if "mlp" in modules else 1) + experts * (0.1 if "moe" in modules else 1)
     ffn_bytes = width * tokens * ffn / work.tp * (1 if gated else 2 / 3)
-    if modules & {"mlp", "moe"}:
-        ffn_bytes *= 0.1
-    elif modules & {"moe_act"} or cheap:
+    if "moe_act" in modules or cheap:
         ffn_bytes *= 2 / 3
     scores = 0.0
     if not work.fused_attention and work.recompute != "selective":

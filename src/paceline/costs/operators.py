@@ -25,11 +25,19 @@ class Layer:
     expert_elements_forward: float = 0.0
     expert_elements_backward: float = 0.0
     mlp_gemm_forward: float = 0.0
+    """Of dense MLPs."""
+    up_gemm_forward: float = 0.0
+    """Of latent attention, from its latents to queries, keys and values."""
     attention_forward: float = 0.0
     elements_forward: float = 0.0
     """16-bit elements read and written by memory-bound operators."""
     elements_backward: float = 0.0
     activation_elements: float = 0.0
+    """Of dense MLPs' activations, in `elements_forward`; ..."""
+    expert_activation_elements: float = 0.0
+    """... and of experts', in `expert_elements_forward`."""
+    expert_bias_elements: float = 0.0
+    """One pass over rows to which experts add biases."""
     score_elements: float = 0.0
     cast_elements: float = 0.0
     launches: float = 1.0
@@ -74,7 +82,7 @@ def layer_of(work: Workload, block: BlockSpec, tokens: float, rates: Rates) -> L
     if isinstance(block.feed_forward, MoESpec):
         _experts(layer, work, block.feed_forward, tokens, rates)
     else:
-        _mlp(layer, block.feed_forward, tokens, tp, rates)
+        _mlp(layer, block.feed_forward, tokens, tp, rates, dense=True)
     return layer
 
 
@@ -86,6 +94,7 @@ def _linear(
     rates: Rates,
     *,
     mlp: bool = False,
+    up: bool = False,
     groups: int = 1,
 ) -> None:
     """Of ``groups`` alike, together."""
@@ -94,6 +103,7 @@ def _linear(
     layer.gemm_forward += forward
     layer.gemm_backward += backward
     layer.mlp_gemm_forward += forward if mlp else 0.0
+    layer.up_gemm_forward += forward if up else 0.0
     layer.cast_elements += groups * tokens * (inputs + outputs)
 
 
@@ -102,9 +112,9 @@ def _attention_linears(layer: Layer, spec: AttentionSpec, tokens: float, tp: int
     if spec.kind == "mla":
         if spec.q_lora_rank:
             _linear(layer, tokens, hidden, spec.q_lora_rank, rates)
-        _linear(layer, tokens, spec.q_lora_rank or hidden, heads * spec.qk_head_dim, rates)
+        _linear(layer, tokens, spec.q_lora_rank or hidden, heads * spec.qk_head_dim, rates, up=spec.q_lora_rank > 0)
         _linear(layer, tokens, hidden, spec.kv_lora_rank + spec.qk_rope_head_dim, rates)
-        _linear(layer, tokens, spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), rates)
+        _linear(layer, tokens, spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), rates, up=True)
     else:
         kv_heads = max(1.0, spec.num_kv_heads / tp)
         _linear(layer, tokens, hidden, (heads + 2 * kv_heads) * spec.qk_head_dim, rates)
@@ -116,6 +126,11 @@ FLASH4 = 0.89
 lose what cuDNN does)."""
 
 
+FP8_ATTENTION = 0.7
+"""Of the time in 16 bits: its products take half, its exponentials as long (FlashAttention-3, arXiv:2407.08608: 1.2 in
+place of 0.74 PFLOP/s forward); assumed for the backward pass."""
+
+
 def _scores(layer: Layer, work: Workload, spec: AttentionSpec, tokens: float, rates: Rates) -> None:
     whole = not work.fused_attention
     flops = score_flops(spec, work.seq_len, "full" if whole else "causal") * tokens / work.tp
@@ -124,16 +139,27 @@ def _scores(layer: Layer, work: Workload, spec: AttentionSpec, tokens: float, ra
     width = 1.0 if whole or spec.v_head_dim >= 96 else 1.15
     if work.flash4:
         width = FLASH4 if spec.v_head_dim >= 96 else FLASH4 * 1.05
+    if work.fp8_attention:
+        width *= FP8_ATTENTION
     layer.attention_forward += flops * length * width / (rates.bf16 * 1e12)
     if whole:
         layer.score_elements += tokens * work.seq_len * spec.num_heads / work.tp
 
 
-def _mlp(layer: Layer, spec: FeedForwardSpec, tokens: float, tp: float, rates: Rates, *, groups: int = 1) -> None:
-    """``tokens`` of each of ``groups``."""
+def _mlp(
+    layer: Layer,
+    spec: FeedForwardSpec,
+    tokens: float,
+    tp: float,
+    rates: Rates,
+    *,
+    dense: bool = False,
+    groups: int = 1,
+) -> None:
+    """``tokens`` of each of ``groups``; ``dense``: in place of experts."""
     inputs, width = (2 if spec.gated else 1), spec.ffn_size / tp
-    _linear(layer, tokens, spec.hidden_size, inputs * width, rates, mlp=True, groups=groups)
-    _linear(layer, tokens, width, spec.hidden_size, rates, mlp=True, groups=groups)
+    _linear(layer, tokens, spec.hidden_size, inputs * width, rates, mlp=dense, groups=groups)
+    _linear(layer, tokens, width, spec.hidden_size, rates, mlp=dense, groups=groups)
     elements = groups * tokens * width * (inputs + 1)
     layer.elements_forward += elements
     layer.activation_elements += elements
@@ -150,12 +176,16 @@ def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: 
     _mlp(one, expert, rows / here, work.etp, narrow, groups=here)
     layer.expert_gemm_forward += one.gemm_forward
     layer.expert_gemm_backward += one.gemm_backward
-    layer.cast_elements += 0.0 if work.experts_in_bf16 else one.cast_elements
-    layer.activation_elements += one.activation_elements
     # permute, send, receive, and back with the weighted sum; in kernels of their own a copy, and the sum
-    moved = (4 if work.fused_experts else 8) * rows * spec.hidden_size
-    layer.expert_elements_forward += one.elements_forward + moved
-    layer.expert_elements_backward += one.elements_backward + moved
+    moved = (4 if work.fused_experts or work.dispatcher_permutes else 8) * rows * spec.hidden_size
+    layer.expert_elements_forward += moved
+    layer.expert_elements_backward += moved
+    if not work.expert_epilogues:
+        layer.cast_elements += 0.0 if work.experts_in_bf16 else one.cast_elements
+        layer.expert_activation_elements += one.activation_elements
+        layer.expert_elements_forward += one.elements_forward
+        layer.expert_elements_backward += one.elements_backward
+    layer.expert_bias_elements += rows * spec.hidden_size * expert.bias * (0.3 if work.expert_epilogues else 1)
     layer.launches += 1.5
     _linear(layer, tokens / work.tp, spec.hidden_size, spec.num_experts, rates)
     if spec.shared is not None:
@@ -176,8 +206,21 @@ def recomputed(work: Workload, layer: Layer) -> tuple[float, float, float, float
         return 0.0, 0.0, layer.elements_forward, 0.0
     if "second_linear" in modules:  # torchtitan: every second product, and all that is cheap
         return 0.5 * layer.gemm_forward, 0.0, layer.elements_forward, 0.5
-    gemm = layer.mlp_gemm_forward + layer.expert_gemm_forward if modules & {"mlp", "moe"} else 0.0
-    elements = layer.activation_elements if modules & {"mlp", "moe", "moe_act"} else 0.0
-    elements += layer.elements_forward - layer.activation_elements if "layernorm" in modules else 0.0
-    attention = layer.attention_forward if "core_attn" in modules else 0.0
-    return gemm, attention, elements, 0.5 if modules & {"mlp", "moe"} else 0.0
+    return _recomputed_modules(modules, layer)
+
+
+def _recomputed_modules(modules: set[str], layer: Layer) -> tuple[float, float, float, float]:
+    """As `recomputed`, of what Megatron's `--recompute-modules` names; `mlp` are dense MLPs, `moe` whole experts."""
+    gemm = elements = again = 0.0
+    if "mlp" in modules:
+        gemm, elements = layer.mlp_gemm_forward, layer.activation_elements
+        again = 0.0 if layer.expert_gemm_forward else 0.5  # beside experts only few layers are dense
+    if "moe" in modules:
+        gemm, elements, again = gemm + layer.expert_gemm_forward, elements + layer.expert_elements_forward, 1.0
+    elif "moe_act" in modules:
+        elements += layer.expert_activation_elements
+    if "mla_up_proj" in modules:
+        gemm += layer.up_gemm_forward
+    if "layernorm" in modules:
+        elements += layer.elements_forward - layer.activation_elements
+    return gemm, layer.attention_forward if "core_attn" in modules else 0.0, elements, again

@@ -78,7 +78,6 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     tp_once = tp_once + (d.tp_calls * p.call_us + d.tp_wide * p.wide_call_us) * 1e-6
     tp_once = tp_once * (1 - _where(d.tp_async > 0, p.async_tensor_overlap, p.tensor_overlap))
     ep_once = d.ep_fast / p.nvlink_efficiency + d.ep_node / p.network_efficiency + d.ep_calls * p.call_us * 1e-6
-    ep_once = ep_once * (1 - p.expert_overlap)
     cp_once = d.cp_fast / p.nvlink_efficiency + d.cp_node / p.network_efficiency
     host = d.launches * p.launch_us * 1e-6 + (d.tp_calls + d.ep_calls) * p.call_launch_us * 1e-6
     host = host + far * d.tp_crowd * p.crowded_call_us * 1e-6
@@ -87,15 +86,19 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     clock = _where(d.ultra > 0, p.ultra_products, 1.0)
     passes = _where(d.eager > 0, p.eager_passes, 1.0) / p.hbm_efficiency
     of_rows = _where(d.eager_experts > 0, p.eager_passes, 1.0) / p.expert_hbm_efficiency
+    hides = d.ep_hidden * p.expert_overlap
+    biases = d.expert_biases * 0.5 * p.expert_bias_passes
+    of_experts = (d.expert_memory_forward + biases) * of_rows, (d.expert_memory_backward + biases) * of_rows
     gemm, expert_gemm = p.gemm_efficiency * clock, p.expert_gemm_efficiency * clock
     forward = _pass(
         gemm=d.gemm_forward / gemm + d.expert_gemm_forward / expert_gemm,
         attention=attention + d.scores_forward / p.score_efficiency,
-        memory=d.memory_forward * passes + d.expert_memory_forward * of_rows + d.cast_forward / p.cast_efficiency,
+        memory=d.memory_forward * passes + of_experts[0] + d.cast_forward / p.cast_efficiency,
         again=0.0 * attention,
         tp=tp_once,
         cp=_most(cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once,
+        hides=hides,
         host=host,
     )
     again = d.gemm_again / gemm + d.attention_again / kernel + d.memory_again * passes
@@ -103,19 +106,22 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     backward = _pass(
         gemm=d.gemm_backward / gemm + d.expert_gemm_backward / expert_gemm,
         attention=attention + d.scores_backward / p.score_efficiency,
-        memory=d.memory_backward * passes + d.expert_memory_backward * of_rows + d.cast_backward / p.cast_efficiency,
+        memory=d.memory_backward * passes + of_experts[1] + d.cast_backward / p.cast_efficiency,
         again=again,
         tp=tp_once * (1 + d.communication_again),
         cp=_most(2 * cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once * (1 + d.communication_again),
+        hides=hides,
         host=host * (1 + d.communication_again),
     )
     return forward.repeated(d.forwards), backward
 
 
-def _pass(*, host: Number, **parts: Number) -> _Pass:
-    device = sum(parts.values())
-    return _Pass(**parts, launch=_most(host - device, 0.0))
+def _pass(*, host: Number, ep: Number, hides: Number, **parts: Number) -> _Pass:
+    """``hides``: the share of the rest behind which rows of experts are sent."""
+    rest = sum(parts.values())
+    exposed = _most(ep - hides * rest, _EXPERTS_EXPOSED * ep) if _any(ep) else ep
+    return _Pass(**parts, ep=_where(hides > 0, exposed, ep), launch=_most(host - rest - exposed, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +228,10 @@ def _offload(d: Demand, p: Profile, before: Number, behind: Number) -> Number:
     once = _exposed(d.host_down / link, behind) + d.host_update + _exposed(d.host_up / link, before)
     each = d.host_up_each / link
     return once + d.micro_batches * (_exposed(each, behind) + _exposed(each, before))
+
+
+_EXPERTS_EXPOSED = 0.1
+"""Of rows' sending that is hidden: the first and the last of a step."""
 
 
 def _exposed(communication: Number, window: Number) -> Number:

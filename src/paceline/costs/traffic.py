@@ -50,21 +50,38 @@ def expert_parallel(work: Workload, cluster: Cluster, tokens: float, layers: int
     """Dispatch and combine of a forward, as an average over layers."""
     moe = [(block.feed_forward, count) for block, count in block_groups(work.model) if block.is_moe]
     if work.ep == 1 or not moe:
-        return {"ep_fast": 0.0, "ep_node": 0.0, "ep_calls": 0.0}
+        return {"ep_fast": 0.0, "ep_node": 0.0, "ep_calls": 0.0, "ep_hidden": 0.0}
     group = Group.of(cluster, work.ep, work.etp)
-    spec, count = moe[0]
+    spec = moe[0][0]
     assert isinstance(spec, MoESpec)
     sent = 2 * 2.0 * tokens / work.tp * spec.top_k * spec.hidden_size  # two directions, two bytes
-    share = count / layers
+    share = sum(count for _, count in moe) / layers  # all alike; a window parts their layers into groups
     domains = work.ep / group.inside
     remote = sent * (1 - 1 / domains) if group.crosses else 0.0
+    if work.dispatcher_permutes and group.crosses:
+        remote *= domains_reached(spec, domains) / spec.top_k  # once to each domain, and copied there
     local = sent * group.share - remote
     fast = 1e-9 / group.fast_gb_per_s
     return {
         "ep_fast": share * ramped(local) * fast,
         "ep_node": share * ramped(remote) * 1e-9 / group.node_gb_per_s if remote else 0.0,
         "ep_calls": share * 2,
+        "ep_hidden": float(work.overlaps_experts),
     }
+
+
+def domains_reached(spec: MoESpec, domains: float) -> float:
+    """How many of so many domains of fast links hold one of a token's experts or more, in the mean, where routing is
+    even: over all experts, or over `top_k_groups` of `num_groups` (node-limited routing)."""
+    groups, chosen = spec.routing.num_groups, spec.routing.top_k_groups
+    if groups < domains:  # a group of experts lies on several domains
+        return domains * chosen / groups * (1 - (1 - groups / (chosen * domains)) ** spec.top_k)
+    here = round(groups / domains)
+    hit = sum(
+        math.comb(here, some) * math.comb(groups - here, chosen - some) * (1 - (1 - some / chosen) ** spec.top_k)
+        for some in range(1, min(here, chosen) + 1)
+    )
+    return domains * hit / math.comb(groups, chosen)
 
 
 def stages_in_one_domain(work: Workload, cluster: Cluster) -> bool:

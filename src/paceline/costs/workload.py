@@ -81,6 +81,17 @@ class Workload:
     """Whatever the precision of other products."""
     fused_experts: bool = False
     """Rows are copied, activated and summed by kernels that keep no copies (`parallel.expert_kernels`)."""
+    dispatcher_permutes: bool = False
+    """The kernels that send rows of experts also put them in order (HybridEP, DeepEP): half of the copies."""
+    expert_epilogues: bool = False
+    """Products of experts also activate and cast what they make (cuDNN's fused grouped products)."""
+    overlaps_experts: bool = False
+    """Rows of experts are sent while another micro-batch is computed (Megatron-LM's
+    `--overlap-moe-expert-parallel-comm`)."""
+    fp8_attention: bool = False
+    """Attention's core multiplies in 8 bits."""
+    fp8_head: bool = False
+    """The head's product is in 8 bits too."""
     fp8_weight_cache: bool = False
     fp8_rowwise: bool = False
     """A scale for each row of a product instead of one for a tensor."""

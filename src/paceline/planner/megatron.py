@@ -341,6 +341,8 @@ def _workload(flags: Flags, config: RunConfig, layout: Layout) -> Workload:
         accumulate_bf16=flags.text("main-grads-dtype") == "bf16",
         fused_weight_gradients=not flags.on("no-gradient-accumulation-fusion"),
         async_tp=flags.on("tp-comm-overlap"),
+        dispatcher_permutes=flags.text("moe-token-dispatcher-type") == "flex",
+        overlaps_experts=flags.on("overlap-moe-expert-parallel-comm"),
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -281,6 +281,8 @@ def _model(row: dict[str, str], source: Source, seq_len: int, pp: int) -> ModelC
         fields["tie_embeddings"] = pp == 1 and "8B" not in row["model"]
     if experts:
         fields |= {"num_experts": experts, "top_k": _number(row, "topk")}
+    if "w/o MTP" in row["model"]:
+        known = known | {"mtp_layers": 0}
     return ModelConfig.model_validate(fields | known)
 
 
@@ -293,7 +295,7 @@ _KNOWN: dict[str, dict[str, object]] = {
     | {
         "ffn_size": 18432,
         "mtp_layers": 1,
-        "moe": MoEConfig(ffn_size=2048, first_dense_layers=3, num_shared_experts=1),
+        "moe": MoEConfig(ffn_size=2048, first_dense_layers=3, num_shared_experts=1, num_groups=8, top_k_groups=4),
     },
     "Kimi_K2": _DEEPSEEK
     | {"ffn_size": 18432, "moe": MoEConfig(ffn_size=2048, first_dense_layers=1, num_shared_experts=1)},
@@ -301,6 +303,9 @@ _KNOWN: dict[str, dict[str, object]] = {
         "head_dim": 64,
         "sliding_window": 128,
         "sliding_window_period": 2,
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
         "vocab_size": 201088,
     },
 }
@@ -338,6 +343,8 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
         frozen_weights="LoRA" in row["source"],
         async_tp=_async_tp(row["notes"]),
     )
+    kernels: dict[str, Any] = {field: True for words, field in KERNELS.items() if words in row["notes"]}
+    work = replace(work, **kernels)
     dp = _number(row, "dp", work.dp(cluster.gpus))
     if dp * work.model_ranks != cluster.gpus:
         raise _MissingError(f"tp x pp x cp x dp = {dp * work.model_ranks}, on {cluster.gpus} GPUs")
@@ -360,6 +367,16 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
         crashed=crashed and measured is None,
         secondary=row.get("evidence") == "secondary",
     )
+
+
+KERNELS = {
+    "dispatcher permutes": "dispatcher_permutes",
+    "expert epilogues": "expert_epilogues",
+    "experts overlapped": "overlaps_experts",
+    "fp8 attention": "fp8_attention",
+    "fp8 head": "fp8_head",
+}
+"""Words of the notes, and the field of a `Workload` that they turn on."""
 
 
 def _async_tp(notes: str) -> bool:
