@@ -172,6 +172,22 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     assert str(damaged) in caplog.text and "step_00000001, step 1" in caplog.text
 
 
+def test_a_damaged_checkpoint_of_the_first_weights_is_passed_over_aloud(
+    source: Path, data: str, tmp_path: Path
+) -> None:
+    """Of a run with adapters, which is merged, and of one without."""
+    for name, more in (("adapters", LORA), ("whole", ["checkpoint.export="])):
+        first, second = tmp_path / name / "first", tmp_path / name / "second"
+        run(1, [*recipe_of(source, first, data, *more), "checkpoint.interval=1", "train.steps=2"])
+        damaged = first / "checkpoints/step_00000002"
+        file = max((path for path in damaged.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-20])
+        run(1, [*recipe_of(first, second, data), "checkpoint.export=", "task.kind=pretrain", "train.steps=1"])
+        log = next((second / "logs").iterdir()).read_text()
+        assert f"The checkpoint {damaged} is damaged" in log and log.count("is damaged") == 1, log
+        assert f"Taken in its place: {first / 'checkpoints/step_00000001'}, step 1." in log
+
+
 def test_a_base_that_peft_cannot_open_is_left_out_and_told(source: Path, data: str, tmp_path: Path) -> None:
     """A run that began with another run: that one's weights are in no folder of the hub."""
     first, second = tmp_path / "first", tmp_path / "second"

@@ -6,6 +6,7 @@ its part; an export is handed each rank's pieces. ``training`` sees these two an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ from paceline.checkpoint.store import Checkpoint, load_into
 from paceline.config.lora import LoraConfig
 from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError
+from paceline.report.finding import Finding
+
+log = logging.getLogger(__name__)
 
 MODEL = "model/"
 """Prefix of weights and buffers in a checkpoint."""
@@ -85,14 +89,15 @@ def companions(*folders: Path) -> dict[str, Path]:
 class CheckpointSource:
     """Reads the weights of one checkpoint, or of a run's newest whole one.
 
-    Needs no process group. Given ``ranks``, making it is collective: they share the checking of files.
+    Needs no process group. Given ``ranks``, making it is collective: they share the checking of files. Checkpoints of a
+    run that are damaged are passed over, which the log says.
 
     Raises:
         CheckpointError: nothing whole is at ``path``.
     """
 
     def __init__(self, path: Path | Checkpoint, *, ranks: Ranks | None = None) -> None:
-        self.checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path, ranks=ranks)
+        self.checkpoint = path if isinstance(path, Checkpoint) else _found(path, ranks)
         self._reader = ChunkReader(self.checkpoint.folder, self.checkpoint.metadata())
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -112,6 +117,16 @@ class CheckpointSource:
         others = [name for name in self._reader.tensors if not name.startswith(MODEL)]
         others += [MODEL + prefix for prefix in ignore]
         load_into(self.checkpoint, {MODEL + name: value for name, value in into.items()}, ignore=others)
+
+
+def _found(path: Path, ranks: Ranks | None) -> Checkpoint:
+    passed: list[Finding] = []
+    checkpoint = find_checkpoint(path, ranks=ranks, report=passed.append)
+    for finding in passed:
+        log.warning("%s %s", finding.subject, finding.evidence)
+    if passed:
+        log.warning("Taken in its place: %s, step %d.", checkpoint.folder, checkpoint.step)
+    return checkpoint
 
 
 def fill(source: WeightSource, into: Mapping[str, ShardedValue]) -> None:

@@ -23,7 +23,7 @@ from paceline.interop.hf_export import export_hub
 from paceline.interop.peft_read import adapter_source
 from paceline.interop.peft_write import export_peft
 from paceline.interop.sidecars import SETTINGS, TOKENIZER, sidecars_in
-from paceline.interop.sources import is_adapted, open_paceline
+from paceline.interop.sources import is_adapted, newest_told, open_paceline
 from paceline.interop.text_files import made_files, unsaid
 
 log = logging.getLogger(__name__)
@@ -41,19 +41,25 @@ def register(registry: Registry) -> None:
 def _hub_weights(path: Path, model: ModelConfig) -> ForeignWeights | None:
     if not is_hub_folder(path):
         return None
-    # what a person should know is found out once, and told once
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    hub = open_hub(path, model=model, compare_copies=is_first)
-    for note in hub.notes if is_first else ():
+    hub = open_hub(path, model=model, compare_copies=_is_first())
+    for note in hub.notes if _is_first() else ():
         log.warning("%s: %s", path, note)
     return ForeignWeights(weights=hub.weights, files=sidecars_in(path))
+
+
+def _is_first() -> bool:
+    """What a person should know is found out once, and told once."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _merged_weights(path: Path, model: ModelConfig) -> ForeignWeights | None:
     """Of a run of ours that trained adapters."""
     if not is_adapted(path):
         return None
-    opened = open_paceline(path)
+    checkpoint, notes = newest_told(path)
+    for note in notes if _is_first() else ():
+        log.warning("%s", note)
+    opened = open_paceline(checkpoint.folder)
     return ForeignWeights(weights=opened.weights, files=opened.sidecars)
 
 
