@@ -26,6 +26,7 @@ import sys
 import time
 from pathlib import Path
 
+import cut_off
 import torch
 
 from paceline.config.model import ModelConfig
@@ -157,4 +158,4 @@ def run(arguments: list[str]) -> tuple[float, int]:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

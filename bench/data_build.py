@@ -31,6 +31,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import cut_off
 import psutil
 import tokenizers
 
@@ -199,4 +200,4 @@ def report(runs: dict[str, list[dict[str, float]]], cores: int, corpus: Path) ->
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

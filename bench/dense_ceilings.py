@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cut_off
 import torch
 import torch.nn.functional as F
 from dense_one_gpu import LAYERS
@@ -198,4 +199,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

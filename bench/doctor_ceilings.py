@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cut_off
+
 from paceline.report.console import make_console, print_table
 from paceline.report.table import table
 
@@ -108,4 +110,4 @@ def complaints(document: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cut_off.run(main)

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cut_off
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cut_off.run(main)

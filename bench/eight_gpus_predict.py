@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cut_off
 from eight_gpus_jobs import COUNTS, ROOT, Job, all_jobs, tiny
 from eight_gpus_report import DRY_RUN
 from eight_gpus_results import EightResults
@@ -150,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cut_off
 import numpy as np
 from fault_judge import above_note, judge, summarize
 from fault_kinds import SHAPES, SIMULATED, FaultKind
@@ -104,4 +105,4 @@ def results_table(results: list[dict[str, Any]], noisy: list[list[str]]) -> Tabl
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

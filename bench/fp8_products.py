@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cut_off
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -234,4 +235,4 @@ def _block_time(device: torch.device, model: Transformer, sequences: int, length
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cut_off
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -292,4 +293,4 @@ def fill(model: nn.Module, std: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cut_off
 import torch
 from torch import Tensor
 
@@ -578,4 +579,4 @@ def _cell(value: object) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main, kept=cut_off.WRITTEN)

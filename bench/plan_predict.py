@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cut_off
 from plan_jobs import ROOT, Job, all_jobs, tiny
 from plan_results import AFTER, PlanResults
 from results import OWN, DamagedFileError
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import cut_off
 import torch
 import torch.distributed as dist
 from moe_baseline import MISSING, Alone, fill, refuse_other_size, speed_of, their_config
@@ -419,4 +420,4 @@ class Sharded:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import cut_off
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -229,4 +230,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

@@ -8,7 +8,6 @@ those are tried again, after everything that was never tried.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import json
 import math
@@ -16,15 +15,15 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from cut_off import ending_on_signals, saying
 from jobs import Job
 from ranks import Ranks, sharing_one_gpu
 from results import OWN, SHARED, DamagedFileError, OtherMachineError, Results
@@ -221,27 +220,6 @@ def on_one(places: set[Place], others: set[Place]) -> bool:
     return not {place.gpu for place in places}.isdisjoint(place.gpu for place in others)
 
 
-@contextlib.contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal's SIGHUP end the call by `SystemExit`, so that nothing is left on the GPUs."""
-
-    def end(number: int, frame: object) -> None:
-        # a terminal that closes sends more than one: the next must not cut off the stopping of jobs
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        for each, handler in before.items():
-            if handler != signal.SIG_IGN:  # nohup
-                signal.signal(each, end)
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
 def tell(bench: Bench, job: Job, entry: dict[str, Any]) -> None:
     if "failed" in entry:
         said = "FAILED: " + " | ".join(entry["failed"][:1] + entry["failed"][-4:])
@@ -336,9 +314,20 @@ def main(bench: Bench, description: str | None) -> None:
         if jobs and results.entries and results.are_tiny != options.tiny:
             held = "of --tiny" if results.are_tiny else "without --tiny"
             parser.error(f"{results.path} holds results {held}: choose another --results, or move it away")
-        measure(bench, jobs, results, options)
+        with saying(lambda: kept(bench, results, options)):
+            measure(bench, jobs, results, options)
     except (DamagedFileError, OtherMachineError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def kept(bench: Bench, results: Results, options: argparse.Namespace) -> str:
+    """What a call that is cut off leaves, and how it goes on."""
+    jobs = chosen(bench, options)
+    done = sum(results.is_done(job, shared=options.share_gpu) for job in jobs)
+    rest = "the same command goes on with the rest"
+    if options.again:
+        rest = "the same command without --again goes on with what never was measured"
+    return f"{done} of {len(jobs)} entries are in {results.path}; {rest}."
 
 
 def measure(bench: Bench, jobs: Sequence[Job], results: Results, options: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import runner
 import tune_jobs
+from cut_off import ending_on_signals, saying
 from found import an_object, bench_or_ran_out
 from jobs import bench_command
 from results import OWN, DamagedFileError, OtherMachineError
@@ -35,6 +36,8 @@ from tune_results import FIGURES, TuneResults
 
 _LEAST_SECONDS = 100.0
 """Left in a call, below which no tuning is taken up: a trial of the naive recipe takes about a minute."""
+_PATIENCE = 30.0
+"""Seconds in which a tuning ends its trial."""
 
 
 def command_of(job: Job, folder: Path) -> list[str]:
@@ -87,17 +90,19 @@ def tune(bench: Bench, job: Job, results: TuneResults, options: Namespace, secon
     command += [f"--steps={job.steps}"] if job.vary else []
     command += [f"--pause-after={seconds:.0f}s"] if seconds < 86400 else []
     began = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    results.keep(job, work)
+    try:
+        code, printed = _answer(command)
+    finally:
+        results.keep(job, work)
     entry: dict[str, Any] = {
         "title": job.title, "kind": job.kind, "processes": job.processes, "recipe": job.recipe,
         "command": "python " + shlex.join(item for item in command[1:] if not item.startswith(("--out=", "--pause"))),
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
     try:
-        found = an_object(done.stdout)
+        found = an_object(printed)
     except ValueError:
-        entry["failed"] = [f"exit code {done.returncode}", *done.stdout.splitlines()[-runner.LAST_LINES :]]
+        entry["failed"] = [f"exit code {code}", *printed.splitlines()[-runner.LAST_LINES :]]
         if not _paused_early(work):
             results.put(job, entry)
             runner.tell(bench, job, entry)
@@ -108,6 +113,21 @@ def tune(bench: Bench, job: Job, results: TuneResults, options: Namespace, secon
     results.put(job, entry | {"tune": found})
     runner.tell(bench, job, entry | {"tune": found})
     return True
+
+
+def _answer(command: list[str]) -> tuple[int, str]:
+    """Exit code and what was printed. Where this call is cut off, the tuning ends as a whole before it."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            printed, _ = process.communicate()
+        except BaseException:
+            process.terminate()
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    return process.returncode, printed
 
 
 def _paused_early(work: Path) -> bool:
@@ -127,14 +147,16 @@ def main() -> None:
     bench = BENCH.one_gpu if options.one_gpu and BENCH.one_gpu else BENCH
     began = time.monotonic()
     try:
-        _tunings(bench, options, began)
+        with saying(lambda: runner.kept(bench, bench.results(options.results or OWN), options)), ending_on_signals():
+            _tunings(bench, options, began)
     except (DamagedFileError, OtherMachineError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     rest = [part for part in options.parts if part != "ladder"]
     options.parts = rest or ["report"]
     options.minutes = max(0.0, options.minutes - (time.monotonic() - began) / 60)
     results = bench.results(options.results or OWN)
-    runner.measure(bench, runner.chosen(bench, options), results, options)
+    with saying(lambda: runner.kept(bench, results, options)):
+        runner.measure(bench, runner.chosen(bench, options), results, options)
 
 
 def _tunings(bench: Bench, options: Namespace, began: float) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import cut_off
 import torch
 from torch import Tensor
 
@@ -127,4 +128,4 @@ def _print(name: str, sums: str, times: dict[str, float], flops: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cut_off.run(main)

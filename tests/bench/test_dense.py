@@ -32,6 +32,7 @@ import dense_report  # noqa: E402
 import dense_results  # noqa: E402
 import dense_table  # noqa: E402
 import runner  # noqa: E402
+from cut_off import ending_on_signals  # noqa: E402
 from dense_jobs import Job  # noqa: E402
 from runner import main  # noqa: E402
 
@@ -381,7 +382,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_curve(tmp_path: Path, monkeypatc
     assert dense_results.DenseResults(tmp_path).read_curves() == {"fast": [9.0]}
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_a_call_that_is_asked_to_end_stops_its_jobs(number: signal.Signals, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     sleeping = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(60)"
@@ -392,20 +393,25 @@ runner.machine = lambda: ({{}}, 0)
 runner.main(dataclasses.replace(dense.BENCH, command_of=lambda job, folder: ["-c", {sleeping!r}]), "")
 """
     arguments = ["ladder", "--only", "naive", "--tiny", "--results", str(tmp_path), "--work", str(tmp_path / "work")]
-    # as a terminal does, also where whatever runs the tests ignores it
-    hang_up = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
-    with subprocess.Popen([sys.executable, "-c", call, *arguments], preexec_fn=hang_up) as process:
+    # as a terminal does, also where whatever runs the tests ignores them
+    hang_up = lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGHUP, signal.SIGINT)]  # noqa: E731
+    command = [sys.executable, "-c", call, *arguments]
+    with subprocess.Popen(command, preexec_fn=hang_up, stderr=subprocess.PIPE, text=True) as process:
         try:
             end = time.monotonic() + 60
             while not (pid_file.is_file() and pid_file.read_text()) and time.monotonic() < end:
                 time.sleep(0.05)
             process.send_signal(number)
             process.send_signal(number)
-            assert process.wait(timeout=30) == 128 + number
+            _, told = process.communicate(timeout=30)
+            assert process.returncode == 128 + number
         finally:
             process.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
+    assert told.strip() == (
+        f"cut off: 0 of 1 entries are in {tmp_path / 'dense.json'}; the same command goes on with the rest."
+    )
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
@@ -413,7 +419,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     terminate = signal.getsignal(signal.SIGTERM)
     try:
-        with runner.ending_on_signals():
+        with ending_on_signals():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) != terminate
         assert signal.getsignal(signal.SIGTERM) == terminate
