@@ -87,13 +87,17 @@ def test_adapters_are_switched_off_for_the_reference(pairs: str, tmp_path: Path)
 
 
 def test_a_base_in_fewer_bits_has_a_file_of_its_own(pairs: str, tmp_path: Path) -> None:
-    """The file of the base in bf16 is not what the model in NF4 says: the first loss is of two equal models."""
+    """The file of the base in bf16 is not what the model in NF4 says: the first loss is of two equal models.
+
+    Up to rounding: an answer's log-probabilities sum to about 120 here, which fp32 knows to about 2e-5, and beta / 2 of
+    that is 1e-6 for each of two answers. The file of the other base is off by 0.015 in such a sum, 7e-4 in the loss.
+    """
     wide = ("model.hidden_size=64", "model.ffn_size=64", "lora.rank=4", "task.precompute_reference=true")
     for number, base in enumerate(("bf16", "nf4", "bf16")):
         folder = tmp_path / f"run{number}"
         run = recipe(folder, pairs, *wide, f"data.cache_dir={tmp_path}", f"lora.base={base}", steps=1)
         found = runs.losses(runs.alone(run))
-        assert found[1] == pytest.approx(math.log(2), abs=1e-6), base
+        assert found[1] == pytest.approx(math.log(2), abs=3e-6), base
     assert len(list(tmp_path.glob("*-reference.npy"))) == 4, "training and held-out samples, of two models"
 
 
