@@ -98,6 +98,7 @@ _PIPELINE = (
     "parallel.recompute=none",
 )
 _TRITON, _FP8_HEAD, _ALONE = "train.fp8_cast_kernel=triton", "train.fp8_head=true", "train.fp8_weights_only=true"
+_DELAYED = "train.fp8_scaling=delayed"
 
 
 def _train_job(part: str, name: str, recipe: str, processes: int, title: str, estimate: float, *more: str) -> Job:
@@ -194,6 +195,15 @@ def tune_jobs() -> list[Job]:
             _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _FLASH4,
         ),
         job(
+            "8b_fp8_delayed", "8b_fp8", _8B,
+            "Triton kernels, nothing recomputed, the head in fp8 too, scales of earlier steps",
+            _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _DELAYED,
+        ),
+        job(
+            "8b_fp8_delayed_flash4", "8b_fp8", _8B, "the same, FlashAttention-4",
+            _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _DELAYED, _FLASH4,
+        ),
+        job(
             "13b_tensor_none", "13b_bf16", tensor, "tensor parallel, micro-batches of 2, nothing recomputed",
             "train.micro_batch_size=2", "parallel.recompute=none",
         ),
@@ -250,6 +260,16 @@ def curve_jobs() -> list[Job]:
         job("fp8", "fp8", 110.0, _FP8, *FUSED_ON),
         *(job(f"seed{seed}", f"bf16, seed {seed}", 120.0, *FUSED_ON, f"run.seed={seed}") for seed in SEEDS),
         job("fp8_head", "fp8, the head and fused casts too", 110.0, _FP8, _FP8_HEAD, _TRITON, *FUSED_ON),
+        job(
+            "fp8_delayed",
+            "the same, scales of earlier steps",
+            110.0,
+            _FP8,
+            _FP8_HEAD,
+            _TRITON,
+            _DELAYED,
+            *FUSED_ON,
+        ),
     ]
 
 
@@ -283,6 +303,7 @@ def profile_jobs() -> list[Job]:
         job("1b_bf16", _1B, 1),
         job("8b_fp8", _8B, 2, _FP8),
         job("8b_fp8_triton_head", _8B, 2, _FP8, _TRITON, _FP8_HEAD, "parallel.recompute=none"),
+        job("8b_fp8_delayed", _8B, 2, _FP8, _TRITON, _FP8_HEAD, _DELAYED, "parallel.recompute=none"),
     ]
 
 

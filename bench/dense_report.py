@@ -24,7 +24,12 @@ FIGURES = (
 )
 """Of the record of `paceline bench`, what the pages show."""
 REFERENCE, OTHER_SEEDS = "fast", ("seed1", "seed2")
-COMPARED = {"off": "bf16, all fast paths off", "fp8": "fp8", "fp8_head": "fp8, the head and fused casts too"}
+COMPARED = {
+    "off": "bf16, all fast paths off",
+    "fp8": "fp8",
+    "fp8_head": "fp8, the head and fused casts too",
+    "fp8_delayed": "the same, scales of earlier steps",
+}
 
 
 def page(

@@ -440,6 +440,7 @@ def test_megatron_swift_trains_all_weights_unless_told(command: str) -> None:
         (("--attn_impl", "eager"), "train.attention_kernel", "reference"),
         (("--torch_dtype", "float32"), "train.precision", "fp32"),
         (("--fp8_format", "hybrid", "--fp8_recipe", "tensorwise"), "train.fp8_scaling", "tensorwise"),
+        (("--fp8_format", "hybrid", "--fp8_recipe", "delayed"), "train.fp8_scaling", "delayed"),
         (("--model_id_or_path", "x"), "model.init_from", "x"),
         (("--loss_scale", "last_round"), "data.mask", "last"),
         (("--packing", "true"), "data.packing", "pack"),

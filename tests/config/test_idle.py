@@ -100,6 +100,7 @@ def test_the_table_names_fields_of_the_schema() -> None:
         (2, ("parallel.zero=3", "train.fp8_weight_cache=false"), "weights are gathered, and cast, for each use"),
         (1, ("train.fp8_weight_cache=false",), ""),
         (1, ("train.fp8_scaling=rowwise", "train.fp8_cast_kernel=triton"), "for tensors with one scale"),
+        (1, ("train.fp8_amax_history=4",), "looks at earlier steps"),
         (1, ("train.fp8_skip_layers=[0, -1]",), "leaves nothing in fp8 here"),
         (1, ("train.fp8_skip_layers=[0]",), ""),
     ],

@@ -280,7 +280,7 @@ def test_matrices_that_are_joined_share_what_one_matrix_has(scaling: Scaling) ->
 
 @pytest.fixture
 def interpreted() -> Iterator[ModuleType]:
-    with interpreted_modules("turned_triton", "fp8_triton") as (_, module):
+    with interpreted_modules("turned_triton", "seen_triton", "fp8_triton") as (*_, module):
         yield module
 
 

@@ -104,7 +104,8 @@ def test_what_is_not_finite_stays_so(poison: float, where: int) -> None:
 
 @pytest.fixture
 def interpreted() -> Iterator[ModuleType]:
-    with interpreted_modules("expert_rows_triton", "turned_triton", "fp8_gated_triton") as (_, _, module):
+    names = ("expert_rows_triton", "turned_triton", "seen_triton", "fp8_gated_triton")
+    with interpreted_modules(*names) as (*_, module):
         yield module
 
 

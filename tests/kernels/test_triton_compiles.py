@@ -55,25 +55,41 @@ def test_the_search_finds_what_was_wrong() -> None:
     assert taken_apart(wrong) == {"%rs1"}
 
 
+_MAXIMUM = re.compile(
+    r"red\.relaxed\.gpu\.global\.max\.s32|atom\.(?:global\.gpu\.relaxed|relaxed\.gpu\.global)\.max\.s32"
+)
+
+
+def _types(low: str, *, sees: bool) -> dict[str, str]:
+    """Of what casts have in common."""
+    seen = {"largest": "*i32" if sees else "*fp32", "scale": "*fp32"}
+    return {"factor": "*fp32", "values": f"*{low}", "bits": "*u8", "pairs": "*i16"} | seen
+
+
+@pytest.mark.parametrize("sees", [False, True])
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("low", ["fp8e4nv", "fp8e5"])
-def test_casts(low: str) -> None:
+def test_casts(low: str, turns: bool, sees: bool) -> None:
     from paceline.kernels import fp8_triton
 
-    types = {"x": "*bf16", "factor": "*fp32", "values": f"*{low}", "bits": "*u8", "pairs": "*i16"}
-    ptx = ptx_of(fp8_triton._cast_transpose_kernel, types, {"BLOCK_R": 64, "BLOCK_C": 64})
+    types = {"x": "*bf16"} | _types(low, sees=sees)
+    constants = {"LIMIT": 448.0, "SEES": sees, "TURNS": turns, "BLOCK_R": 64, "BLOCK_C": 64}
+    ptx = ptx_of(fp8_triton._cast_transpose_kernel, types, constants)
     assert _CAST.search(ptx) and not taken_apart(ptx)
+    assert bool(_MAXIMUM.search(ptx)) == sees, "one comparison a program, which orders nothing else"
 
 
+@pytest.mark.parametrize("sees", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("function", ["silu", "gelu_tanh"])
-def test_gated(function: str, backward: bool) -> None:
+def test_gated(function: str, backward: bool, sees: bool) -> None:
     from paceline.kernels import fp8_gated_triton
 
-    low = "fp8e5" if backward else "fp8e4nv"
-    types = {"joined": "*bf16", "grad": "*bf16", "factor": "*fp32", "values": f"*{low}", "bits": "*u8", "pairs": "*i16"}
-    constants = {"FUNCTION": function, "BACKWARD": backward, "ROWS": 64, "COLUMNS": 64}
+    types = {"joined": "*bf16", "grad": "*bf16"} | _types("fp8e5" if backward else "fp8e4nv", sees=sees)
+    constants = {"FUNCTION": function, "BACKWARD": backward, "LIMIT": 448.0, "SEES": sees, "ROWS": 64, "COLUMNS": 64}
     ptx = ptx_of(fp8_gated_triton._cast_kernel, types, constants)
     assert _CAST.search(ptx) and not taken_apart(ptx)
+    assert bool(_MAXIMUM.search(ptx)) == sees
 
 
 def test_matrices_of_experts() -> None:

@@ -89,7 +89,7 @@ def test_every_switch_has_a_class_and_what_narrows_is_of_the_last() -> None:
 NOT_TUNED = {
     "train": {
         "steps", "seq_len", "eval_interval", "eval_steps", "max_skipped_steps", "on_nonfinite",
-        "fp8_skip_layers", "fp8_skip_linears",
+        "fp8_skip_layers", "fp8_skip_linears", "fp8_amax_history",
     },
     "parallel": {"dp_shard", "order"},
     "optim": {

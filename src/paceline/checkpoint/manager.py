@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,14 +112,24 @@ class CheckpointManager:
         self._last_step = None if found is None else found.step
         return found
 
-    def load(self, checkpoint: Checkpoint, into: Mapping[str, ShardedValue], *, weights_only: bool = False) -> None:
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        into: Mapping[str, ShardedValue],
+        *,
+        weights_only: bool = False,
+        ignore: Sequence[str] = (),
+    ) -> None:
         """Fills ``into`` in place; with ``weights_only`` everything outside ``model/`` is left unread.
+
+        Args:
+            ignore: beginnings of names that may be left unread.
 
         Raises:
             CheckpointError: names or shapes differ (all are listed), or a file cannot be read.
         """
-        ignore = ("optim/",) if weights_only else ()
-        load_into(checkpoint, into, ranks=self.ranks, ignore=ignore)
+        unread = (*ignore, *(("optim/", "fp8/") if weights_only else ()))
+        load_into(checkpoint, into, ranks=self.ranks, ignore=unread)
 
     def _retain(self) -> None:
         """Removes what need not be kept; runs on rank 0 after a save is complete."""

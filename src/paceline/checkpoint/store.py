@@ -45,7 +45,8 @@ LATEST = "latest"
 class Contents:
     """What one rank puts into a checkpoint. ``values`` and ``rng`` are its own; ``state`` and ``recipe`` are rank 0's.
 
-    Keys of ``values``: ``model/<name>`` for master weights and buffers, ``optim/<name>/<state>`` for the optimizer.
+    Keys of ``values``: ``model/<name>`` for master weights and buffers, ``optim/<name>/<state>`` for the optimizer,
+    ``fp8/<layers>`` for what scales of earlier steps are made of.
     """
 
     values: Mapping[str, ShardedValue]

@@ -223,15 +223,15 @@ def _precision(draft: Draft) -> None:
     if fp8:
         draft.put("train.precision", "fp8", "fp8_format")
     recipe = draft.value("fp8_recipe", "text", "tensorwise")
-    if fp8 and recipe in ("tensorwise", "rowwise"):
+    if fp8 and recipe in ("tensorwise", "rowwise", "delayed"):
         draft.put("train.fp8_scaling", recipe, "fp8_recipe")
     elif fp8:
         draft.find(
             "value",
             "warning",
             f"fp8_recipe: {recipe} has no counterpart",
-            "Scales are of a tensor or of a row, of the values at hand.",
-            "Choose tensorwise or rowwise.",
+            "Scales are of a tensor or of a row.",
+            "Choose tensorwise, rowwise or delayed.",
         )
 
 

@@ -173,6 +173,11 @@ OPTIONS = (
         because="the kernel is for tensors with one scale (train.fp8_scaling = 'tensorwise').",
     ),
     Idle(
+        keys=("train.fp8_amax_history",),
+        where=lambda asked: _fp8(asked) and asked.config.train.fp8_scaling != "delayed",
+        because="only train.fp8_scaling = 'delayed' looks at earlier steps.",
+    ),
+    Idle(
         keys=("train.fp8_experts",),
         where=lambda asked: _fp8(asked) and (not asked.model.is_moe or asked.parallel.expert_kernels == "plain"),
         because="there are no experts, or parallel.expert_kernels = 'plain' computes them in bf16.",

@@ -39,8 +39,13 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
     """Precision of matrix products; masters, moments, norms and the loss stay in fp32. `fp8`: the linears of blocks,
     all else as in bf16."""
-    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """One scale for each tensor, gradients in e5m2 (faster); or for each row of a product, all in e4m3 (more exact)."""
+    fp8_scaling: Literal["tensorwise", "rowwise", "delayed"] = "tensorwise"
+    """`tensorwise`: one scale for each tensor, gradients in e5m2. `rowwise`: for each row of a product, all in e4m3
+    (slower, more exact). `delayed`: as tensorwise, by the largest numbers of earlier steps, which no cast looks for
+    (faster); larger ones saturate. Weights, the head, experts, evaluation, and what nothing is known of yet (the first
+    step) then have scales of their own as ever."""
+    fp8_amax_history: int = Field(16, ge=1, le=4096)
+    """With `train.fp8_scaling = "delayed"`: steps whose largest numbers count."""
     fp8_skip_layers: tuple[int, ...] = ()
     """Layers that stay in bf16, by number; negative ones count from the end: `[0, -1]` is the first and the last."""
     fp8_skip_linears: Several[Fp8Linear] = ()
@@ -77,6 +82,11 @@ class TrainConfig(Section):
     """A step with a non-finite loss or gradient is skipped and counted, or ends the run at once."""
     gc_interval: int = Field(100, ge=0)
     """Collect Python garbage every so many steps, on all ranks at once; 0 leaves it to Python."""
+
+    @property
+    def fp8_own_scaling(self) -> Literal["tensorwise", "rowwise"]:
+        """How a tensor is scaled by its own largest numbers."""
+        return "rowwise" if self.fp8_scaling == "rowwise" else "tensorwise"
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

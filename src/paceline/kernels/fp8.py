@@ -5,8 +5,9 @@
     weight gradient    dw_NK  = grad_MN.T @ x_MK     the same, input e4m3
 
 Scales are dynamic (`fp8_cast`): "tensorwise" has one for each tensor, "rowwise" one for each row of each product, so
-that an operand of two products is cast twice. fp8 tensor cores want both operands contiguous along what is summed over,
-so each tensor is needed as it lies and transposed.
+that an operand of two products is cast twice. Those of inputs and gradients may also be of earlier steps
+(`DelayedPair`); without gradients, as in evaluation, they are the tensors' own. fp8 tensor cores want both operands
+contiguous along what is summed over, so each tensor is needed as it lies and transposed.
 
 Kept between forward and backward, in bytes:
 
@@ -51,6 +52,7 @@ from paceline.kernels.fp8_cast import (
     gradient_dtype,
     product,
 )
+from paceline.kernels.fp8_delayed import Delayed, DelayedPair, cast_delayed
 
 
 class Cut(NamedTuple):
@@ -107,15 +109,19 @@ def fp8_linears(
     cached: CachedWeight | None = None,
     kernel: CastKernel = "torch",
     cut: Cut | None = None,
+    delayed: DelayedPair | None = None,
 ) -> tuple[Tensor, ...]:
     """``x`` [..., K] times each of the [N, K] weights, plus biases: one fp8 product for all. See `why_not_fp8`.
 
     Args:
         cached: `cast_weights` of these weights as they are; otherwise they are cast here and again in the backward.
         cut: what ranks hold parts of, if they do. Outputs, and the gradient of ``x``, are this rank's products alone.
+        delayed: what scales of earlier steps are made of, for ``x`` and the gradient of the outputs; ``scaling`` is
+            then "tensorwise", for weights. Of a part of a matrix that nothing is known of, the scale is the part's own.
     """
+    assert delayed is None or scaling == "tensorwise", "scales of earlier steps are of tensors"
     if torch.is_grad_enabled():
-        joined = _Products.apply(scaling, kernel, cut, *tensors_of(cached, scaling), x, *weights)
+        joined = _Products.apply(scaling, kernel, cut, *states_of(delayed), *tensors_of(cached, scaling), x, *weights)
     else:
         joined = products_without_gradients(x, weights, scaling, cached, cut)
     return split_outputs(joined, weights, biases)
@@ -127,6 +133,16 @@ def tensors_of(cached: CachedWeight | None, scaling: Scaling) -> tuple[Tensor | 
         return (None,) * 4
     # one scale for both is handed over once: the compiler (torch 2.13) does not take the same tensor twice
     return (*cached.rows, cached.columns.values, None if scaling == "tensorwise" else cached.columns.scale)
+
+
+def states_of(delayed: DelayedPair | None) -> tuple[Tensor | None, ...]:
+    """Four arguments for an autograd function: input's state and whether it is known, and the gradient's."""
+    return (None,) * 4 if delayed is None else (*delayed.input, *delayed.gradient)
+
+
+def delayed_of(state: Tensor | None, known: Tensor | None) -> Delayed | None:
+    """Of two of these."""
+    return None if state is None or known is None else Delayed(state, known)
 
 
 def products_without_gradients(
@@ -154,6 +170,10 @@ class _Products(torch.autograd.Function):
         scaling: Scaling,
         kernel: CastKernel,
         cut: Cut | None,
+        x_state: Tensor | None,
+        x_known: Tensor | None,
+        grad_state: Tensor | None,
+        grad_known: Tensor | None,
         cached_rows: Tensor | None,
         rows_scale: Tensor | None,
         cached_columns: Tensor | None,
@@ -162,18 +182,16 @@ class _Products(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         ctx.scaling, ctx.kernel, ctx.cut, ctx.is_cached = scaling, kernel, cut, cached_rows is not None
-        x_MK = x.flatten(0, -2)
-        x_columns: tuple[Tensor | None, Tensor | None] = (None, None)
-        if any(ctx.needs_input_grad[8:]):
-            x_rows, x_columns = cast_both(x_MK, E4M3, scaling, kernel, cut and cut.input)
-        else:
-            x_rows = cast_rows([x_MK], E4M3, scaling, cut and cut.input)
+        how = Casting(scaling, kernel, cut and cut.input, delayed_of(x_state, x_known))
+        x_rows, x_columns = cast_operand(x.flatten(0, -2), E4M3, how, rows=True, columns=any(ctx.needs_input_grad[12:]))
+        assert x_rows is not None
+        kept = (grad_state, grad_known, *(x_columns or (None, None)))
         if cached_rows is not None and rows_scale is not None:
             weight_rows = Fp8(cached_rows, rows_scale)
-            ctx.save_for_backward(*x_columns, cached_columns, rows_scale if columns_scale is None else columns_scale)
+            ctx.save_for_backward(*kept, cached_columns, rows_scale if columns_scale is None else columns_scale)
         else:
             weight_rows = cast_rows(weights, E4M3, scaling, cut and cut.weight)
-            ctx.save_for_backward(*x_columns, *weights)
+            ctx.save_for_backward(*kept, *weights)
         ctx.sizes = [weight.shape[0] for weight in weights]
         ctx.weight_dtype = weights[0].dtype
         return multiply(x_rows, weight_rows, x.dtype, x.shape)
@@ -181,9 +199,10 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        x_columns, x_scale, *weights = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad[7], any(ctx.needs_input_grad[8:])
-        rows, columns = cast_gradient(grad, ctx.scaling, ctx.kernel, ctx.cut, rows=wants_x, columns=wants_weight)
+        state, known, x_columns, x_scale, *weights = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[11], any(ctx.needs_input_grad[12:])
+        how = Casting(ctx.scaling, ctx.kernel, ctx.cut and ctx.cut.gradient, delayed_of(state, known))
+        rows, columns = cast_gradient(grad, how, rows=wants_x, columns=wants_weight)
         grad_x = None
         if rows is not None:
             weight_KN = weight_columns(weights, ctx.scaling, ctx.cut, is_cached=ctx.is_cached)
@@ -192,20 +211,37 @@ class _Products(torch.autograd.Function):
         if columns is not None:
             grad_NK = product(columns, Fp8(x_columns, x_scale), ctx.weight_dtype, fast=False)
             grad_weights = grad_NK.split(ctx.sizes)
-        return None, None, None, None, None, None, None, grad_x, *grad_weights
+        return *(None for _ in range(11)), grad_x, *grad_weights
 
 
-def cast_gradient(
-    grad: Tensor, scaling: Scaling, kernel: CastKernel, cut: Cut | None, *, rows: bool, columns: bool
+class Casting(NamedTuple):
+    """How one operand becomes fp8."""
+
+    scaling: Scaling
+    kernel: CastKernel
+    parted: Parted | None = None
+    delayed: Delayed | None = None
+
+
+def cast_operand(
+    x_RC: Tensor, dtype: torch.dtype, how: Casting, *, rows: bool, columns: bool
 ) -> tuple[Fp8 | None, Fp8 | None]:
-    """The gradient of the joined outputs, [..., N], for the product with the weights and that with the input."""
-    grad_MN, dtype, parted = grad.flatten(0, -2), gradient_dtype(scaling), cut and cut.gradient
+    """(`fp8_cast.cast_rows`, `fp8_cast.cast_columns`), as far as they are wanted."""
+    scaling, kernel, parted, delayed = how
+    if delayed is not None and (rows or columns):
+        as_it_lies, other = cast_delayed(x_RC, dtype, delayed, kernel, turned=columns)
+        return as_it_lies if rows else None, other
     if rows and columns:
-        return cast_both(grad_MN, dtype, scaling, kernel, parted)
+        return cast_both(x_RC, dtype, scaling, kernel, parted)
     return (
-        cast_rows([grad_MN], dtype, scaling, parted) if rows else None,
-        cast_columns([grad_MN], dtype, scaling, parted) if columns else None,
+        cast_rows([x_RC], dtype, scaling, parted) if rows else None,
+        cast_columns([x_RC], dtype, scaling, parted) if columns else None,
     )
+
+
+def cast_gradient(grad: Tensor, how: Casting, *, rows: bool, columns: bool) -> tuple[Fp8 | None, Fp8 | None]:
+    """The gradient of the joined outputs, [..., N], for the product with the weights and that with the input."""
+    return cast_operand(grad.flatten(0, -2), gradient_dtype(how.scaling), how, rows=rows, columns=columns)
 
 
 def weight_columns(saved: Sequence[Tensor], scaling: Scaling, cut: Cut | None, *, is_cached: bool) -> Fp8:

@@ -83,7 +83,7 @@ def cast_rows(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling, par
         factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), dtype)
         return Fp8(_joined([_cast(part, factor, dtype) for part in parts]), factor.reciprocal())
     across = parted if parted is not None and parted.dim == 1 else None
-    factors = [multiplier(_of_all_ranks(_largest(part, dim=1), across), dtype) for part in parts]
+    factors = [multiplier(_of_all_ranks(largest_number(part, dim=1), across), dtype) for part in parts]
     values = [_cast(part, factor, dtype) for part, factor in zip(parts, factors, strict=True)]
     return Fp8(_joined(values), _joined(factors).reciprocal())
 
@@ -101,7 +101,7 @@ def column_scale(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling, 
     """The scale of `cast_columns`: fp32, [] or [C, 1]."""
     if scaling == "tensorwise":
         return multiplier(_of_all_ranks(_largest_of_all(parts), parted), dtype).reciprocal()
-    largest = [_largest(part, dim=0) for part in parts]
+    largest = [largest_number(part, dim=0) for part in parts]
     across = parted if parted is not None and parted.dim == 0 else None
     joined = largest[0] if len(largest) == 1 else torch.cat(largest).amax(0, keepdim=True)
     return multiplier(_of_all_ranks(joined, across), dtype).reciprocal().view(-1, 1)
@@ -131,7 +131,7 @@ def cast_both(
     if scaling == "rowwise":
         return cast_rows([x_RC], dtype, scaling, parted), cast_columns([x_RC], dtype, scaling, parted)
     if kernel == "triton":
-        factor = multiplier(_of_all_ranks(_largest(x_RC), parted), dtype)
+        factor = multiplier(_of_all_ranks(largest_number(x_RC), parted), dtype)
         values, values_turned = cast_transpose(x_RC, factor, dtype)
         scale = factor.reciprocal()
         return Fp8(values, scale), Fp8(values_turned, scale)
@@ -142,7 +142,7 @@ def cast_both(
 @library.custom_op("paceline::fp8_cast_transpose", mutates_args=())
 def cast_transpose(x_RC: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """fp8 [R, C] and [C, R filled up to a `MULTIPLE`]: ``x * factor``, as it lies and turned. One kernel on GPUs."""
-    if _by_triton([x_RC]):
+    if by_triton([x_RC]):
         return _cast_joined([x_RC], factor, dtype)
     values = _cast(x_RC, factor, dtype)
     return values, padded_and_turned(values)
@@ -153,7 +153,7 @@ def cast_weights_both(parts: Sequence[Tensor], scaling: Scaling, parted: Parted 
 
     Nothing is there to fuse with, so on a GPU the one kernel does it, with a third of the traffic.
     """
-    if scaling == "tensorwise" and _by_triton(parts):
+    if scaling == "tensorwise" and by_triton(parts):
         factor = multiplier(_of_all_ranks(_largest_of_all(parts), parted), E4M3)
         values, values_turned = _cast_joined(parts, factor, E4M3)
         return Fp8(values, factor.reciprocal()), Fp8(values_turned, factor.reciprocal())
@@ -161,8 +161,11 @@ def cast_weights_both(parts: Sequence[Tensor], scaling: Scaling, parted: Parted 
     return rows, transposed(rows) if scaling == "tensorwise" else cast_columns(parts, E4M3, scaling, parted)
 
 
-def _by_triton(parts: Sequence[Tensor]) -> bool:
-    """Triton 3.6 mixes numbers up on an H200 where rows of the result are not aligned and those of the input are."""
+def by_triton(parts: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes them.
+
+    Triton 3.6 mixes numbers up on an H200 where rows of the result are not aligned and those of the input are.
+    """
     aligned = all(size % MULTIPLE == 0 for part in parts for size in (part.shape[1], part.stride(0)))
     return parts[0].is_cuda and aligned and _kernel_is_right(parts[0].device)
 
@@ -225,7 +228,7 @@ def _cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * factor.to(x.dtype)).to(dtype).contiguous()
 
 
-def _largest(x: Tensor, dim: int | None = None) -> Tensor:
+def largest_number(x: Tensor, dim: int | None = None) -> Tensor:
     """fp32: the largest absolute value; nan if there is one."""
     # one pass without a tensor of absolute values
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None).float()
@@ -233,7 +236,7 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _largest_of_all(parts: Sequence[Tensor]) -> Tensor:
-    largest = [_largest(part) for part in parts]
+    largest = [largest_number(part) for part in parts]
     return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
 
 

@@ -24,7 +24,8 @@ from torch import Tensor, library
 
 from paceline.kernels.expert_rows import ActivationFunction, value_and_slope
 from paceline.kernels.fp8_cast import E4M3, E5M2, MULTIPLE, padded_and_turned
-from paceline.kernels.fp8_check import difference, drawn, kernel_is_right, places
+from paceline.kernels.fp8_check import difference, drawn, kernel_is_right
+from paceline.kernels.fp8_check import places as places_of
 from paceline.kernels.precision import at_least_fp32
 
 
@@ -73,7 +74,7 @@ def gated_cast(joined_MX: Tensor, factor: Tensor, dtype: torch.dtype, function: 
         return _cast(gated_reference(joined_MX, function), factor, dtype)
     from paceline.kernels import fp8_gated_triton
 
-    outputs = _places(joined_MX, dtype, joined_MX.shape[1] // 2)
+    outputs = places(joined_MX, dtype, backward=False)
     fp8_gated_triton.gated_cast(joined_MX, factor, *outputs, function)
     return outputs
 
@@ -97,13 +98,14 @@ def gated_backward_cast(
         return _cast(gated_backward_reference(joined_MX, grad_MF, function), factor, dtype)
     from paceline.kernels import fp8_gated_triton
 
-    outputs = _places(joined_MX, dtype, joined_MX.shape[1])
+    outputs = places(joined_MX, dtype, backward=True)
     fp8_gated_triton.gated_backward_cast(joined_MX, grad_MF, factor, *outputs, function)
     return outputs
 
 
-def _places(joined_MX: Tensor, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
-    tokens = joined_MX.shape[0]
+def places(joined_MX: Tensor, dtype: torch.dtype, *, backward: bool) -> tuple[Tensor, Tensor]:
+    """For what `gated_cast` gives, or `gated_backward_cast`."""
+    tokens, width = joined_MX.shape[0], joined_MX.shape[1] // (1 if backward else 2)
     values = joined_MX.new_empty(tokens, width, dtype=dtype)
     return values, joined_MX.new_empty(width, tokens + -tokens % MULTIPLE, dtype=dtype)
 
@@ -120,12 +122,12 @@ def _(joined_MX: Tensor, grad_MF: Tensor, function: str) -> Tensor:
 
 @gated_cast.register_fake
 def _(joined_MX: Tensor, factor: Tensor, dtype: torch.dtype, function: str) -> tuple[Tensor, Tensor]:
-    return _places(joined_MX, dtype, joined_MX.shape[1] // 2)
+    return places(joined_MX, dtype, backward=False)
 
 
 @gated_backward_cast.register_fake
 def _(joined_MX: Tensor, grad_MF: Tensor, factor: Tensor, dtype: torch.dtype, function: str) -> tuple[Tensor, Tensor]:
-    return _places(joined_MX, dtype, joined_MX.shape[1])
+    return places(joined_MX, dtype, backward=True)
 
 
 def by_triton(tensor: Tensor) -> bool:
@@ -144,12 +146,12 @@ def _kernels_are_right(device: torch.device) -> bool:
 
         joined, grad, one = drawn(device, wide=2), drawn(device), torch.ones((), device=device)
         wide = gated_reference(joined, "silu")
-        values, turned = places(wide, E4M3)
+        values, turned = places_of(wide, E4M3)
         kernels.gated_cast(joined, one, values, turned, "silu")
         if reason := difference(wide, values, turned) or _other(kernels.gated_largest(joined, "silu"), wide):
             return reason
         wide = gated_backward_reference(joined, grad, "silu")
-        values, turned = places(wide, E5M2)
+        values, turned = places_of(wide, E5M2)
         kernels.gated_backward_cast(joined, grad, one, values, turned, "silu")
         return difference(wide, values, turned) or _other(kernels.gated_backward_largest(joined, grad, "silu"), wide)
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.expert_rows_triton import act_slope, act_value
+from paceline.kernels.seen_triton import Seen, largest_of, no_nan, places_of, tell, within
 from paceline.kernels.turned_triton import as_bits, in_pairs, turn_stored
 
 _ROWS, _COLUMNS = 64, 64
@@ -39,16 +40,24 @@ def _largest(joined_MX: Tensor, grad_MF: Tensor, function: str, *, backward: boo
     return partial.amax()
 
 
-def gated_cast(joined_MX: Tensor, factor: Tensor, values_MF: Tensor, turned_FP: Tensor, function: str) -> None:
-    """See `fp8_gated.gated_cast`."""
-    _cast(joined_MX, joined_MX, factor, values_MF, turned_FP, function, backward=False)
+def gated_cast(
+    joined_MX: Tensor, factor: Tensor, values_MF: Tensor, turned_FP: Tensor, function: str, seen: Seen | None = None
+) -> None:
+    """See `fp8_gated.gated_cast`. ``seen``: where the largest number goes."""
+    _cast(joined_MX, joined_MX, factor, values_MF, turned_FP, function, seen, backward=False)
 
 
 def gated_backward_cast(
-    joined_MX: Tensor, grad_MF: Tensor, factor: Tensor, values_MX: Tensor, turned_XP: Tensor, function: str
+    joined_MX: Tensor,
+    grad_MF: Tensor,
+    factor: Tensor,
+    values_MX: Tensor,
+    turned_XP: Tensor,
+    function: str,
+    seen: Seen | None = None,
 ) -> None:
-    """See `fp8_gated.gated_backward_cast`."""
-    _cast(joined_MX, grad_MF, factor, values_MX, turned_XP, function, backward=True)
+    """See `fp8_gated.gated_backward_cast`. ``seen``: where the largest number goes."""
+    _cast(joined_MX, grad_MF, factor, values_MX, turned_XP, function, seen, backward=True)
 
 
 def _cast(
@@ -58,6 +67,7 @@ def _cast(
     values: Tensor,
     turned: Tensor,
     function: str,
+    seen: Seen | None,
     *,
     backward: bool,
 ) -> None:
@@ -66,8 +76,8 @@ def _cast(
     # tiles of columns first: neighbouring programs then read neighbouring addresses
     grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(padded, _ROWS))
     _cast_kernel[grid](
-        joined_MX, grad_MF, factor, values, as_bits(values), in_pairs(turned), tokens, width, padded // 2, function,
-        backward, _ROWS, _COLUMNS, num_warps=_WARPS,
+        joined_MX, grad_MF, factor, values, as_bits(values), in_pairs(turned), *places_of(seen, factor), tokens, width,
+        padded // 2, function, backward, largest_of(values.dtype), seen is not None, _ROWS, _COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -91,15 +101,11 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
     up_RC = tl.load(joined + at_RC + width, mask=inside_RC, other=0.0).to(tl.float32)
     if BACKWARD:
         grad_RC = tl.load(grad + row_R[:, None] * width + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
-        first_RC = tl.abs(grad_RC * up_RC * act_slope(gate_RC, FUNCTION))
-        second_RC = tl.abs(grad_RC * act_value(gate_RC, FUNCTION))
-        # a maximum may lose a nan, but not inf, which spoils the tensor as well
-        first_RC = tl.where(first_RC == first_RC, first_RC, float("inf"))
-        second_RC = tl.where(second_RC == second_RC, second_RC, float("inf"))
+        first_RC = no_nan(tl.abs(grad_RC * up_RC * act_slope(gate_RC, FUNCTION)))
+        second_RC = no_nan(tl.abs(grad_RC * act_value(gate_RC, FUNCTION)))
         largest_RC = tl.maximum(first_RC, second_RC)
     else:
-        largest_RC = tl.abs(act_value(gate_RC, FUNCTION) * up_RC)
-        largest_RC = tl.where(largest_RC == largest_RC, largest_RC, float("inf"))
+        largest_RC = no_nan(tl.abs(act_value(gate_RC, FUNCTION) * up_RC))
     place = partial + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(place, tl.max(tl.max(largest_RC, axis=1), axis=0))
 
@@ -112,11 +118,15 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     values,
     bits,
     pairs,
+    largest,
+    scale,
     tokens,
     width,
     half,
     FUNCTION: tl.constexpr,
     BACKWARD: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SEES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -130,8 +140,14 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     times = tl.load(factor)
     if BACKWARD:
         grad_RC = tl.load(grad + row_R[:, None] * width + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
-        of_gate_RC = grad_RC * up_RC * act_slope(gate_RC, FUNCTION) * times
-        of_up_RC = grad_RC * act_value(gate_RC, FUNCTION) * times
+        wide_gate_RC = grad_RC * up_RC * act_slope(gate_RC, FUNCTION)
+        wide_up_RC = grad_RC * act_value(gate_RC, FUNCTION)
+        of_gate_RC, of_up_RC = wide_gate_RC * times, wide_up_RC * times
+        if SEES:
+            of_gate_RC = within(wide_gate_RC, of_gate_RC, LIMIT)
+            of_up_RC = within(wide_up_RC, of_up_RC, LIMIT)
+            # nan is no larger than anything: each is asked by itself
+            tell(tl.maximum(no_nan(tl.abs(wide_gate_RC)), no_nan(tl.abs(wide_up_RC))), largest, factor, scale)
         tl.store(values + at_RC, of_gate_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne"), mask=inside_RC)
         tl.store(
             values + at_RC + width, of_up_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne"), mask=inside_RC
@@ -141,7 +157,11 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         beyond = width.to(tl.int64) * half
         turn_stored(bits + width, stride, tokens, pairs + beyond, half, half, tile, column_C, there_C, ROWS)
     else:
-        value_RC = act_value(gate_RC, FUNCTION) * up_RC * times
+        wide_RC = act_value(gate_RC, FUNCTION) * up_RC
+        value_RC = wide_RC * times
+        if SEES:
+            value_RC = within(wide_RC, value_RC, LIMIT)
+            tell(no_nan(tl.abs(wide_RC)), largest, factor, scale)
         to_RC = values + row_R[:, None] * width + column_C[None, :]
         tl.store(to_RC, value_RC.to(values.dtype.element_ty, fp_downcast_rounding="rtne"), mask=inside_RC)
         turn_stored(bits, width, tokens, pairs, half, half, tile, column_C, there_C, ROWS)

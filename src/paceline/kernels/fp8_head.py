@@ -4,10 +4,10 @@
     input gradient    grad_nC        = grad_logits_nV @ weight_VC     gradient e5m2 (e4m3 rowwise), weight e4m3
     weight gradient   grad_weight_VC = grad_logits_nV.T @ hidden_nC   the same, hidden e4m3
 
-As in `fp8.py`; scales of hidden states and of gradients are of a slice. Logits come out in the dtype of the hidden
-states, and softmax and loss are computed from them as ever. Weights are cast once a call, 2 V C bytes for as long as it
-lasts. The product for the weights' gradient writes a tensor of its own, which is added to the sum of slices: fp8
-products cannot add.
+As in `fp8.py`; scales of hidden states and of gradients are of a slice, never of earlier steps. Logits come out in the
+dtype of the hidden states, and softmax and loss are computed from them as ever. Weights are cast once a call, 2 V C
+bytes for as long as it lasts. The product for the weights' gradient writes a tensor of its own, which is added to the
+sum of slices: fp8 products cannot add.
 
 Dims: n tokens of a slice, C hidden, V vocabulary (the rows of a rank, where it is cut: `Cut`).
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.kernels.fp8 import Cut, cast_gradient
+from paceline.kernels.fp8 import Casting, Cut, cast_gradient
 from paceline.kernels.fp8_cast import E4M3, CastKernel, Fp8, Scaling, cast_both, cast_rows, cast_weights_both, product
 
 
@@ -58,13 +58,9 @@ class Fp8HeadProducts:
         self, grad_logits_nV: Tensor, hidden_nC: Tensor, grad_hidden_nC: Tensor | None, grad_weight_VC: Tensor | None
     ) -> None:
         options = self._options
+        how = Casting(options.scaling, options.kernel, options.cut and options.cut.gradient)
         rows, columns = cast_gradient(
-            grad_logits_nV,
-            options.scaling,
-            options.kernel,
-            options.cut,
-            rows=grad_hidden_nC is not None,
-            columns=grad_weight_VC is not None,
+            grad_logits_nV, how, rows=grad_hidden_nC is not None, columns=grad_weight_VC is not None
         )
         if rows is not None and grad_hidden_nC is not None and self._columns is not None:
             grad_hidden_nC.copy_(product(rows, self._columns, hidden_nC.dtype, fast=False))

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels.fp8 import CachedWeight, multiply, rounded, tensors_of, weight_columns
+from paceline.kernels.fp8 import CachedWeight, delayed_of, multiply, rounded, states_of, tensors_of, weight_columns
 from paceline.kernels.fp8_cast import E4M3, E5M2, Fp8, cast_both, cast_rows, multiplier, product
+from paceline.kernels.fp8_delayed import Delayed, DelayedPair, cast_delayed
 from paceline.kernels.fp8_gated import (
     gated_backward_cast,
     gated_backward_largest,
@@ -26,6 +27,7 @@ from paceline.kernels.fp8_gated import (
     gated_largest,
     gated_reference,
 )
+from paceline.kernels.fp8_gated_delayed import gated_backward_cast_delayed, gated_cast_delayed
 
 
 def fp8_gated_mlp(
@@ -36,6 +38,8 @@ def fp8_gated_mlp(
     function: str,
     cached_first: CachedWeight | None = None,
     cached_down: CachedWeight | None = None,
+    delayed_first: DelayedPair | None = None,
+    delayed_down: DelayedPair | None = None,
 ) -> Tensor:
     """[..., C]: down(act(gate(x)) * up(x)). For training: ``x`` and all weights need gradients.
 
@@ -43,10 +47,13 @@ def fp8_gated_mlp(
         first: gate and up, [F, C] each.
         function: silu, gelu, gelu_tanh or relu.
         cached_first, cached_down: `fp8.cast_weights` of the weights as they are; both or neither.
+        delayed_first, delayed_down: see `fp8.fp8_linears`; both or neither.
     """
     assert len(first) == 2 and (cached_first is None) == (cached_down is None)
+    assert (delayed_first is None) == (delayed_down is None)
     cached = (*tensors_of(cached_first, "tensorwise")[:3], *tensors_of(cached_down, "tensorwise")[:3])
-    out: Tensor = _GatedMlp.apply(function, *cached, x, *first, down_CF)
+    delayed = (*states_of(delayed_first), *states_of(delayed_down))
+    out: Tensor = _GatedMlp.apply(function, *cached, *delayed, x, *first, down_CF)
     return out
 
 
@@ -61,6 +68,14 @@ class _GatedMlp(torch.autograd.Function):
         down_rows: Tensor | None,
         down_scale: Tensor | None,
         down_columns: Tensor | None,
+        x_state: Tensor | None,
+        x_known: Tensor | None,
+        grad_first_state: Tensor | None,
+        grad_first_known: Tensor | None,
+        hidden_state: Tensor | None,
+        hidden_known: Tensor | None,
+        grad_out_state: Tensor | None,
+        grad_out_known: Tensor | None,
         x: Tensor,
         gate_FC: Tensor,
         up_FC: Tensor,
@@ -74,30 +89,55 @@ class _GatedMlp(torch.autograd.Function):
         else:
             first, down = cast_rows([gate_FC, up_FC], E4M3, "tensorwise"), cast_rows([down_CF], E4M3, "tensorwise")
             weights = (gate_FC, up_FC, down_CF)
-        x_rows, x_columns = cast_both(x.flatten(0, -2), E4M3, "tensorwise", "triton")
+        x_rows, x_columns = _cast_both(x.flatten(0, -2), E4M3, delayed_of(x_state, x_known))
         joined_MX = product(x_rows, first, x.dtype, fast=True)
-        hidden_factor = multiplier(gated_largest(joined_MX, function), E4M3)
-        values, turned = gated_cast(joined_MX, hidden_factor, E4M3, function)
-        hidden_scale = hidden_factor.reciprocal()
-        ctx.save_for_backward(*x_columns, joined_MX, turned, hidden_scale, *weights)
+        values, turned, hidden_scale = _cast_hidden(joined_MX, function, delayed_of(hidden_state, hidden_known))
+        states = (grad_first_state, grad_first_known, grad_out_state, grad_out_known)
+        ctx.save_for_backward(*states, *x_columns, joined_MX, turned, hidden_scale, *weights)
         return multiply(Fp8(values, hidden_scale), down, x.dtype, x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        x_columns, x_scale, joined_MX, turned, hidden_scale, *weights = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: what is computed again is handed out only once
+        states, (x_columns, x_scale, joined_MX, turned, hidden_scale), weights = saved[:4], saved[4:9], saved[9:]
         cut = 2  # where the weights of the first product end, in either form
         first_KX = weight_columns(weights[:cut], "tensorwise", None, is_cached=ctx.is_cached)
         down_FC = weight_columns(weights[cut:], "tensorwise", None, is_cached=ctx.is_cached)
-        rows, columns = cast_both(grad.flatten(0, -2), E5M2, "tensorwise", "triton")
+        rows, columns = _cast_both(grad.flatten(0, -2), E5M2, delayed_of(*states[2:]))
         grad_hidden_MF = product(rows, down_FC, grad.dtype, fast=False)
         grad_down = product(columns, Fp8(turned, hidden_scale), ctx.weight_dtype, fast=False)
-        factor = multiplier(gated_backward_largest(joined_MX, grad_hidden_MF, ctx.function), E5M2)
-        values, both_turned = gated_backward_cast(joined_MX, grad_hidden_MF, factor, E5M2, ctx.function)
-        scale = factor.reciprocal()
+        delayed = delayed_of(*states[:2])
+        values, both_turned, scale = _cast_gradients(joined_MX, grad_hidden_MF, ctx.function, delayed)
         grad_x = product(Fp8(values, scale), first_KX, grad.dtype, fast=False).view(*grad.shape[:-1], -1)
         grad_first = product(Fp8(both_turned, scale), Fp8(x_columns, x_scale), ctx.weight_dtype, fast=False)
-        return None, None, None, None, None, None, None, grad_x, *grad_first.split(ctx.width), grad_down
+        return *(None for _ in range(15)), grad_x, *grad_first.split(ctx.width), grad_down
+
+
+def _cast_both(x_RC: Tensor, dtype: torch.dtype, delayed: Delayed | None) -> tuple[Fp8, Fp8]:
+    if delayed is None:
+        return cast_both(x_RC, dtype, "tensorwise", "triton")
+    rows, columns = cast_delayed(x_RC, dtype, delayed, "triton", turned=True)
+    assert columns is not None
+    return rows, columns
+
+
+def _cast_hidden(joined_MX: Tensor, function: str, delayed: Delayed | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, the same turned, and their scale."""
+    if delayed is not None:
+        return gated_cast_delayed(joined_MX, delayed, E4M3, function)
+    factor = multiplier(gated_largest(joined_MX, function), E4M3)
+    return *gated_cast(joined_MX, factor, E4M3, function), factor.reciprocal()
+
+
+def _cast_gradients(
+    joined_MX: Tensor, grad_MF: Tensor, function: str, delayed: Delayed | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of gate's and up's."""
+    if delayed is not None:
+        return gated_backward_cast_delayed(joined_MX, grad_MF, delayed, E5M2, function)
+    factor = multiplier(gated_backward_largest(joined_MX, grad_MF, function), E5M2)
+    return *gated_backward_cast(joined_MX, grad_MF, factor, E5M2, function), factor.reciprocal()
 
 
 # ---- the plain twin

@@ -15,6 +15,7 @@ from paceline.parallel.accumulate import accumulate_products
 from paceline.parallel.adapters import join_adapters
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.context import shard_sequence
+from paceline.parallel.delayed_scales import DelayedScales
 from paceline.parallel.engine import Engine
 from paceline.parallel.expert.fuse import fuse_experts, put_experts_in_fp8
 from paceline.parallel.expert.shard import gather_tokens, shard_experts
@@ -40,6 +41,8 @@ class Parallelized:
     engine: Engine
     base: FrozenBase
     """To be settled once the weights have come."""
+    scales: DelayedScales
+    """To be advanced after each update."""
 
 
 def parallelize(
@@ -71,6 +74,8 @@ def parallelize(
     stages = split_into_stages(model, config, mesh, cut or (range(len(model.blocks)),))
     shards: dict[str, Shard] = {}
     fp8_weights, base = Fp8Weights(), FrozenBase()
+    options = fp8 or Fp8Options()
+    scales = DelayedScales(options.history)
     if base_in == "fp8":
         base.keep_fp8(fp8_weights)
     passing: list[nn.Linear] = []
@@ -84,8 +89,8 @@ def parallelize(
                 gather_tokens(stage, mesh)
         in_fp8: list[nn.Linear] = []
         if precision == "fp8":  # inside what recomputes
-            options, flat = fp8 or Fp8Options(), config.engine == "flat"
-            in_fp8 = use_fp8(stage, options, fp8_weights, cached=flat, axis=mesh["tp"])
+            flat, carried = config.engine == "flat", scales if options.history else None
+            in_fp8 = use_fp8(stage, options, fp8_weights, cached=flat, axis=mesh["tp"], scales=carried)
             passing += in_fp8 if flat and options.cached and options.only else []
             if options.experts:
                 put_experts_in_fp8(stage, options, fp8_weights, cached=flat)
@@ -113,7 +118,8 @@ def parallelize(
         if passing:
             fp8_weights.on_cast = engine.release
         engine.kept_beside = lambda: base.nbytes
-    return Parallelized(stages=stages, engine=engine, base=base)
+    scales.settle(device, mesh["stage"])
+    return Parallelized(stages=stages, engine=engine, base=base, scales=scales)
 
 
 def _recompute_modes(config: ParallelConfig, stage: Transformer) -> list[RecomputeMode]:

@@ -8,9 +8,10 @@
 The gather of the first one's backward is in fp8, all others in bf16.
 
 Scales are those of whole matrices (`kernels.fp8.Cut`): what a rank has whole it looks at alone, of what is cut over tp
-the largest numbers are compared, 4 bytes each. Ranks therefore round as one process does; sums of partial products are
-rounded to bf16 on their way, as without fp8. Two kinds of gradients are rounded to fp8 in parts, each rank its own,
-before they are summed: of key/value heads that several ranks hold, and of the latents of latent attention.
+the largest numbers are compared, 4 bytes each. Scales of earlier steps (`DelayedPair`) are the same on all ranks, and
+nothing is compared. Ranks therefore round as one process does; sums of partial products are rounded to bf16 on their
+way, as without fp8. Two kinds of gradients are rounded to fp8 in parts, each rank its own, before they are summed: of
+key/value heads that several ranks hold, and of the latents of latent attention.
 
 Between forward and backward a rank keeps its own part of the sequence in fp8, cast by the scale of all of it: 1 / size
 of the input, 1 byte an element.
@@ -29,16 +30,21 @@ from torch import Tensor
 
 from paceline.kernels.fp8 import (
     CachedWeight,
+    Casting,
     Cut,
     cast_gradient,
+    cast_operand,
+    delayed_of,
     fp8_linears,
     multiply,
     products_without_gradients,
     split_outputs,
+    states_of,
     tensors_of,
     weight_columns,
 )
 from paceline.kernels.fp8_cast import E4M3, CastKernel, Fp8, Scaling, cast_by, cast_rows, column_scale, product, turned
+from paceline.kernels.fp8_delayed import DelayedPair
 from paceline.parallel.collectives import Axis
 from paceline.parallel.linear import Meeting
 from paceline.parallel.regions import (
@@ -73,16 +79,19 @@ def fp8_column_products(
     cut: Cut | None,
     cached: CachedWeight | None = None,
     kernel: CastKernel = "torch",
+    delayed: DelayedPair | None = None,
 ) -> tuple[Tensor, ...]:
     """The parts of ``x`` of all ranks times each of this rank's [N, K] weights.
 
     Args:
         cut: `Cut` over outputs; None where every rank has all of these weights.
+        delayed: see `fp8_linears`.
     """
     if not torch.is_grad_enabled():
         whole = gather_sequence(x, meeting.axis, meeting.name, dim=meeting.dim)
         return split_outputs(products_without_gradients(whole, weights, scaling, cached, cut), weights, biases)
-    joined = _ColumnProducts.apply(meeting, scaling, kernel, cut, *tensors_of(cached, scaling), x, *weights)
+    tensors = (*states_of(delayed), *tensors_of(cached, scaling))
+    joined = _ColumnProducts.apply(meeting, scaling, kernel, cut, *tensors, x, *weights)
     return split_outputs(joined, weights, biases)
 
 
@@ -96,9 +105,12 @@ def fp8_row_product(
     cut: Cut | None,
     cached: CachedWeight | None = None,
     kernel: CastKernel = "torch",
+    delayed: DelayedPair | None = None,
 ) -> Tensor:
     """This rank's part of the sum over ranks of ``x`` times weight. ``cut``: over inputs."""
-    (partial,) = fp8_linears(x, (weight_NK,), (None,), scaling=scaling, cached=cached, kernel=kernel, cut=cut)
+    (partial,) = fp8_linears(
+        x, (weight_NK,), (None,), scaling=scaling, cached=cached, kernel=kernel, cut=cut, delayed=delayed
+    )
     out = scatter_sum(partial, meeting.axis, meeting.name, dim=meeting.dim)
     # once for each token: after the sum, on this rank's tokens
     return out if bias_N is None else out + bias_N
@@ -112,6 +124,10 @@ class _ColumnProducts(torch.autograd.Function):
         scaling: Scaling,
         kernel: CastKernel,
         cut: Cut | None,
+        x_state: Tensor | None,
+        x_known: Tensor | None,
+        grad_state: Tensor | None,
+        grad_known: Tensor | None,
         cached_rows: Tensor | None,
         rows_scale: Tensor | None,
         cached_columns: Tensor | None,
@@ -122,18 +138,23 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.meeting, ctx.scaling, ctx.kernel, ctx.cut = meeting, scaling, kernel, cut
         ctx.is_cached = cached_rows is not None
         whole = finish_gather(start_gather(x, meeting.axis, meeting.name), meeting.axis, meeting.dim)
-        x_MK = whole.flatten(0, -2)
-        x_rows = cast_rows([x_MK], E4M3, scaling)
+        x_MK, delayed = whole.flatten(0, -2), delayed_of(x_state, x_known)
+        x_rows, _ = cast_operand(x_MK, E4M3, Casting(scaling, kernel, None, delayed), rows=True, columns=False)
+        assert x_rows is not None
         own: tuple[Tensor | None, Tensor | None] = (None, None)
-        if any(ctx.needs_input_grad[9:]):
-            scale = x_rows.scale if scaling == "tensorwise" else column_scale([x_MK], E4M3, scaling)
-            own = (cast_by(x, scale, E4M3), scale)
+        if any(ctx.needs_input_grad[13:]):
+            if delayed is not None:
+                own = (_own_part(x_rows.values.view(whole.shape), meeting), x_rows.scale)
+            else:
+                scale = x_rows.scale if scaling == "tensorwise" else column_scale([x_MK], E4M3, scaling)
+                own = (cast_by(x, scale, E4M3), scale)
+        kept = (grad_state, grad_known, *own)
         if cached_rows is not None and rows_scale is not None:
             weight_rows = Fp8(cached_rows, rows_scale)
-            ctx.save_for_backward(*own, cached_columns, rows_scale if columns_scale is None else columns_scale)
+            ctx.save_for_backward(*kept, cached_columns, rows_scale if columns_scale is None else columns_scale)
         else:
             weight_rows = cast_rows(weights, E4M3, scaling, cut and cut.weight)
-            ctx.save_for_backward(*own, *weights)
+            ctx.save_for_backward(*kept, *weights)
         ctx.sizes = [weight.shape[0] for weight in weights]
         ctx.weight_dtype = weights[0].dtype
         return multiply(x_rows, weight_rows, x.dtype, whole.shape)
@@ -142,10 +163,11 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         meeting, axis = ctx.meeting, ctx.meeting.axis
-        own, x_scale, *weights = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad[8], any(ctx.needs_input_grad[9:])
+        state, known, own, x_scale, *weights = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[12], any(ctx.needs_input_grad[13:])
         # first: scales that are compared over ranks would otherwise wait behind the gather
-        rows, columns = cast_gradient(grad, ctx.scaling, ctx.kernel, ctx.cut, rows=wants_x, columns=wants_weight)
+        how = Casting(ctx.scaling, ctx.kernel, ctx.cut and ctx.cut.gradient, delayed_of(state, known))
+        rows, columns = cast_gradient(grad, how, rows=wants_x, columns=wants_weight)
         gathering = None
         if columns is not None:
             # as bytes: not every backend moves fp8
@@ -161,4 +183,12 @@ class _ColumnProducts(torch.autograd.Function):
             grad_NK = product(columns, turned(x_MK, x_scale), ctx.weight_dtype, fast=False)
             grad_weights = grad_NK.split(ctx.sizes)
         grad_x = finish_scatter(scattering) if scattering is not None else None
-        return *(None for _ in range(8)), grad_x, *grad_weights
+        return *(None for _ in range(12)), grad_x, *grad_weights
+
+
+def _own_part(whole: Tensor, meeting: Meeting) -> Tensor:
+    """What this rank gave to a gathered fp8 tensor."""
+    size = whole.shape[meeting.dim] // meeting.axis.size
+    # as bytes: not every operation knows fp8
+    part = whole.view(torch.uint8).narrow(meeting.dim, meeting.axis.index * size, size)
+    return part.contiguous().view(whole.dtype)

@@ -12,6 +12,9 @@ compiled or recomputed, if the engine has published weights since the last time.
 micro-batches of a step read the same fp8 weights, at 2 bytes an element beside the bf16 ones. Without the cache
 (weights that are gathered for each use: `parallel.zero` 2 and 3; or `train.fp8_weight_cache = false`) each use casts.
 With `train.fp8_weights_only` the bf16 ones are there only from their gather to that cast, a block or two at a time.
+
+With `train.fp8_scaling = "delayed"` inputs and gradients are cast by scales of earlier steps (`delayed_scales.py`);
+weights by their own, once a step.
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ from paceline.costs.placement import placement
 from paceline.errors import ConfigError
 from paceline.kernels.fp8 import CachedWeight, Cut, cast_weights, fp8_linears, why_not_fp8
 from paceline.kernels.fp8_cast import CastKernel, Fp8, Scaling, product
+from paceline.kernels.fp8_delayed import DelayedPair
 from paceline.kernels.fp8_mlp import fp8_gated_mlp
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
 from paceline.models.transformer import Transformer
 from paceline.parallel.accumulate import place_of
 from paceline.parallel.collectives import Axis
+from paceline.parallel.delayed_scales import DelayedScales
 from paceline.parallel.linear import Meeting, column_products
 from paceline.parallel.linear_fp8 import WidestOver, fp8_column_products, fp8_row_product
 from paceline.parallel.tensor import Sublayer, meeting_of
@@ -49,6 +54,9 @@ class Fp8Options:
     """The fp8 lines of `[train]`."""
 
     scaling: Scaling = "tensorwise"
+    """Of what is cast by its own largest numbers."""
+    history: int = 0
+    """Steps whose largest numbers scale inputs and gradients; 0: their own do."""
     cached: bool = True
     """Whether fp8 weights are kept between micro-batches."""
     only: bool = False
@@ -61,7 +69,8 @@ class Fp8Options:
     @classmethod
     def of(cls, train: TrainConfig) -> Fp8Options:
         return cls(
-            scaling=train.fp8_scaling,
+            scaling=train.fp8_own_scaling,
+            history=train.fp8_amax_history if train.fp8_scaling == "delayed" else 0,
             cached=train.fp8_weight_cache,
             only=train.fp8_weights_only,
             kernel=train.fp8_cast_kernel,
@@ -78,6 +87,7 @@ class JoinedLinears:
         self.linears = tuple(linears)
         self.scaling, self.kernel, self.cut = options.scaling, options.kernel, cut
         self.cached: CachedWeight | None = None
+        self.delayed: DelayedPair | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         return fp8_linears(x, *self._matrices(), **self._options())
@@ -95,7 +105,13 @@ class JoinedLinears:
         return tuple(linear.weight for linear in self.linears), tuple(linear.bias for linear in self.linears)
 
     def _options(self) -> dict[str, Any]:
-        return {"scaling": self.scaling, "cached": self.cached, "kernel": self.kernel, "cut": self.cut}
+        return {
+            "scaling": self.scaling,
+            "cached": self.cached,
+            "kernel": self.kernel,
+            "cut": self.cut,
+            "delayed": self.delayed,
+        }
 
     @property
     def frozen(self) -> bool:
@@ -171,7 +187,13 @@ class Fp8Weights:
 
 
 def use_fp8(
-    stage: Transformer, options: Fp8Options, weights: Fp8Weights, *, cached: bool, axis: Axis | None = None
+    stage: Transformer,
+    options: Fp8Options,
+    weights: Fp8Weights,
+    *,
+    cached: bool,
+    axis: Axis | None = None,
+    scales: DelayedScales | None = None,
 ) -> list[nn.Linear]:
     """Puts the linears of a model's, or a stage's, blocks into fp8, in place; parameters stay what and where they are.
 
@@ -182,6 +204,7 @@ def use_fp8(
         weights: the rank's cache, which is to be told when weights change.
         cached: whether weights stay whole between uses, so that a cache makes sense.
         axis: tp, that tensors were cut over.
+        scales: where products are to be entered whose scales are of earlier steps.
 
     Returns:
         those that are in fp8 now.
@@ -190,7 +213,9 @@ def use_fp8(
     found: list[nn.Linear] = []
     for index, block in stage.blocks.items():
         if int(index) not in skipped:
-            members = _change_block(f"blocks.{index}", block, _Change(options=options, stage=stage, axis=axis))
+            members = _change_block(
+                f"blocks.{index}", block, _Change(options=options, stage=stage, axis=axis, scales=scales)
+            )
             if members and cached and options.cached:
                 weights.keep(block, members)
             found += [linear for joined in members for linear in joined.linears]
@@ -204,6 +229,7 @@ class _Change:
     options: Fp8Options
     stage: Transformer
     axis: Axis | None
+    scales: DelayedScales | None = None
 
     def meeting(self, sublayer: Sublayer) -> Meeting | None:
         return meeting_of(sublayer, self.axis) if self.axis is not None and self.axis.size > 1 else None
@@ -265,7 +291,10 @@ def _join(
         return None
     reason = why_not_fp8([linear.weight for linear in linears])
     if reason is None:
-        return JoinedLinears(linears, change.options, change.cut(prefix, named, meeting))
+        joined = JoinedLinears(linears, change.options, change.cut(prefix, named, meeting))
+        if change.scales is not None:
+            change.scales.add(f"{prefix}.{'+'.join(named)}", joined)
+        return joined
     # without the layer's number: once for all layers alike
     kind = prefix.rpartition(".")[2]
     text = "%s of %s stays in bf16: %s. fp8 products need that."
@@ -311,8 +340,16 @@ def _fuse_gated(sublayer: FeedForward, first: JoinedLinears, down: JoinedLinears
         weights = [linear.weight for linear in (*first.linears, *down.linears)]
         if not torch.is_grad_enabled() or not all(tensor.requires_grad for tensor in (x, *weights)):
             return apart(x)
-        cached = {"cached_first": first.cached, "cached_down": down.cached}
-        return fp8_gated_mlp(x, weights[:-1], weights[-1], function=function, **cached)
+        return fp8_gated_mlp(
+            x,
+            weights[:-1],
+            weights[-1],
+            function=function,
+            cached_first=first.cached,
+            cached_down=down.cached,
+            delayed_first=first.delayed,
+            delayed_down=down.delayed,
+        )
 
     sublayer.forward = forward  # type: ignore[method-assign]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch
+
 from paceline.checkpoint.adapters import BASE, BaseReference
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.pieces import ShardedValue
@@ -10,9 +14,12 @@ from paceline.checkpoint.store import Checkpoint, Contents
 from paceline.config.load import dump_recipe
 from paceline.data.build import Datasets
 from paceline.runtime.device import versions
+from paceline.runtime.log import log_once
 from paceline.runtime.seed import rng_state
 from paceline.training.setup import Parts
 from paceline.training.trainer import Progress
+
+log = logging.getLogger(__name__)
 
 
 class RunSaver:
@@ -60,11 +67,15 @@ class RunSaver:
         self.manager.save(contents, wait=wait)
 
 
+_SCALES = "fp8/"
+
+
 def values(parts: Parts) -> dict[str, ShardedValue]:
     """All tensors of a run, under the names that checkpoints use; with adapters, those that learn."""
     learned = parts.config.lora.learns if parts.config.lora.on else lambda name: True
     model = {f"model/{name}": value for name, value in parts.engine.weights().items() if learned(name)}
-    return model | {f"optim/{name}": value for name, value in parts.optimizer.state().items()}
+    optimizer = {f"optim/{name}": value for name, value in parts.optimizer.state().items()}
+    return model | optimizer | {f"{_SCALES}{name}": value for name, value in parts.scales.values().items()}
 
 
 def restore(parts: Parts, manager: CheckpointManager, checkpoint: Checkpoint) -> None:
@@ -73,11 +84,12 @@ def restore(parts: Parts, manager: CheckpointManager, checkpoint: Checkpoint) ->
     Raises:
         CheckpointError: names or shapes differ, or a file cannot be read.
     """
-    into = values(parts)
-    manager.load(checkpoint, into)
+    into = _without_unknown_scales(values(parts), manager, checkpoint)
+    manager.load(checkpoint, into, ignore=(_SCALES,))
     parts.optimizer.load_state(
         {name.removeprefix("optim/"): value for name, value in into.items() if name.startswith("optim/")}
     )
+    parts.scales.refresh()
     state = checkpoint.state()
     parts.optimizer.set_step_count(int(state.extra.get("optimizer_updates", state.step)))
     parts.engine.publish_weights()
@@ -89,3 +101,21 @@ def restore(parts: Parts, manager: CheckpointManager, checkpoint: Checkpoint) ->
         step=state.step,
         rank=info.rank,
     )
+
+
+def _without_unknown_scales(
+    into: dict[str, ShardedValue], manager: CheckpointManager, checkpoint: Checkpoint
+) -> dict[str, ShardedValue]:
+    """A run may begin to scale by earlier steps, or put other linears into fp8 (another layout): what the checkpoint
+    does not know begins anew."""
+    saved: dict[str, torch.Size] = manager.ranks.from_first(
+        f"reading the names in {checkpoint.folder}",
+        lambda: {name: entry.size for name, entry in checkpoint.tensors().items() if name.startswith(_SCALES)},
+    )
+    unknown = [
+        name for name, value in into.items() if name.startswith(_SCALES) and saved.get(name) != value.global_shape
+    ]
+    if unknown:
+        text = "%s has no largest numbers of earlier steps for %d fp8 products (%s): they begin with their own scales"
+        log_once(log, logging.WARNING, text, checkpoint.folder, len(unknown), unknown[0].removeprefix(_SCALES))
+    return {name: value for name, value in into.items() if name not in unknown}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -54,7 +55,7 @@ class FrozenCopy:
             config.train.precision,
             device,
             cut=cut_stages(config, parallel.stages),
-            fp8=Fp8Options.of(config.train),
+            fp8=replace(Fp8Options.of(config.train), history=0),  # it learns nothing, so nothing is carried over
         )
         self.engine: Engine = spread.engine
         self.engine.materialize(WeightInit(config.model, config.run.seed))

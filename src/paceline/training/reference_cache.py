@@ -45,8 +45,9 @@ from paceline.training.start_weights import fill_from, open_start, reference_pat
 
 log = logging.getLogger(__name__)
 
-_SAME_NUMBERS = frozenset({"fp8_weight_cache", "fp8_weights_only"})
-"""Of `train.fp8_...`: what decides when weights are cast, not what they become."""
+_SAME_NUMBERS = frozenset({"fp8_weight_cache", "fp8_weights_only", "fp8_amax_history", "fp8_scaling"})
+"""Of `train.fp8_...`: what decides when weights are cast, not what they become; and scales of earlier steps, which are
+for training alone."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,8 @@ def _arithmetic(config: RunConfig) -> dict[str, Any]:
         found |= train.model_dump(mode="json", include=fields)
         if train.fp8_experts:
             found |= {"expert_kernels": parallel.expert_kernels, "ep": parallel.ep, "etp": parallel.etp}
-        if train.fp8_scaling == "tensorwise":
+        found["fp8_scaling"] = train.fp8_own_scaling
+        if train.fp8_own_scaling == "tensorwise":
             found |= {"micro_batch_size": train.micro_batch_size, "cp": parallel.cp}
     if train.precision == "fp8" or found["base"] != "bf16":
         found["tp"] = parallel.tp

@@ -32,6 +32,7 @@ from paceline.observe.experts import ExpertMeter
 from paceline.observe.metrics import Meter, Rates
 from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.apply import parallelize
+from paceline.parallel.delayed_scales import DelayedScales
 from paceline.parallel.engine import Engine
 from paceline.parallel.frozen import FrozenBase, refuse_without_torchao
 from paceline.parallel.low_precision import Fp8Options, refuse_without_fp8
@@ -70,6 +71,8 @@ class Parts:
     engine: Engine
     base: FrozenBase
     """Frozen weights that are kept in fewer bits once they have come"""
+    scales: DelayedScales
+    """Of fp8 operands, where they are those of earlier steps"""
     optimizer: Optimizer
     staged: StagedTask
     step: TrainStep
@@ -97,7 +100,7 @@ def build_parts(
         ConfigError: the recipe does not fit the number of ranks, or fp8 the device.
     """
     if config.train.precision == "fp8":
-        refuse_without_fp8(device, config.train.fp8_scaling)
+        refuse_without_fp8(device, config.train.fp8_own_scaling)
     if config.lora.on and config.lora.base == "nf4":
         refuse_without_torchao()
     mesh = ParallelMesh(config.parallel, world_size=info.world_size, rank=info.rank, device_type=device.type)
@@ -143,10 +146,11 @@ def build_parts(
         stages=spread.stages,
         engine=engine,
         base=spread.base,
+        scales=spread.scales,
         optimizer=optimizer,
         staged=staged,
         reference=reference,
-        step=TrainStep(config, staged=staged, engine=engine, optimizer=optimizer, mesh=mesh),
+        step=TrainStep(config, staged=staged, engine=engine, optimizer=optimizer, mesh=mesh, scales=spread.scales),
     )
 
 
@@ -179,7 +183,7 @@ def _fp8_head(config: RunConfig) -> Fp8Head | None:
     rows = {stop - start for start, stop in (share(model.vocab_size, tp, index) for index in range(tp))}
     odd = [size for size in (*rows, model.hidden_size) if size % MULTIPLE]
     if not odd:
-        return Fp8Head(scaling=train.fp8_scaling, kernel=train.fp8_cast_kernel)
+        return Fp8Head(scaling=train.fp8_own_scaling, kernel=train.fp8_cast_kernel)
     text = "the head stays in bf16: of its sizes (a rank's rows, hidden_size) %d is not a multiple of %d, as fp8 needs"
     log_once(log, logging.WARNING, text, odd[0], MULTIPLE)
     return None

@@ -20,6 +20,7 @@ from paceline.observe.phases import NO_PHASES, Phases
 from paceline.optim.build import Optimizer
 from paceline.optim.schedule import lr_factor
 from paceline.parallel.collectives import all_reduce
+from paceline.parallel.delayed_scales import DelayedScales
 from paceline.parallel.engine import Engine
 from paceline.parallel.mesh import ParallelMesh
 from paceline.runtime.seed import stream_seed
@@ -74,6 +75,7 @@ class TrainStep:
         engine: Engine,
         optimizer: Optimizer,
         mesh: ParallelMesh,
+        scales: DelayedScales,
         on_backward_end: Callable[[int], None] | None = None,
     ) -> None:
         self.config = config
@@ -81,6 +83,7 @@ class TrainStep:
         self.engine = engine
         self.optimizer = optimizer
         self.mesh = mesh
+        self.scales = scales
         self.on_backward_end = on_backward_end
         self.phases: Phases = NO_PHASES
         model_config = config.model
@@ -123,6 +126,7 @@ class TrainStep:
         gradients = self.optimizer.gradient_norm()
         factor = lr_factor(self.config.optim, step, self.config.train.steps)
         self.optimizer.step(factor, gradients)
+        self.scales.advance(gradients.finite)
         load, dropped, entropy = self._balance_experts(totals, gradients.finite)
         self.phases.mark("publish")
         self.engine.publish_weights(cast=not self.optimizer.writes_compute_weights)
@@ -159,6 +163,7 @@ class TrainStep:
         prepared, _, count = self._prepare(batches)
         losses = self._forward_backward(step, prepared, count).losses
         self.engine.reduce_gradients()
+        self.scales.forget()
         return losses
 
     def _prepare(self, batches: Sequence[Batch]) -> tuple[list[Batch], Tensor, Tensor]:

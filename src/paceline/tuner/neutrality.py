@@ -48,7 +48,7 @@ _SAME_BITS = frozenset(
 )
 _FROM_EXACT: Mapping[str, tuple[object, ...]] = {
     "train.precision": ("fp32", "bf16", "fp8"),
-    "train.fp8_scaling": ("rowwise", "tensorwise"),
+    "train.fp8_scaling": ("rowwise", "tensorwise", "delayed"),
     "train.fp8_head": (False, True),
     "train.fp8_experts": (False, True),
     "parallel.reduce_dtype": ("fp32", "bf16"),

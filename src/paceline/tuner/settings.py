@@ -51,7 +51,7 @@ def _cached(config: RunConfig, machine: Machine) -> bool:
 
 
 def _tensorwise(config: RunConfig, machine: Machine) -> bool:
-    return _in_fp8(config, machine) and machine.on_gpu and config.train.fp8_scaling == "tensorwise"
+    return _in_fp8(config, machine) and machine.on_gpu and config.train.fp8_own_scaling == "tensorwise"
 
 
 def _flat(config: RunConfig, machine: Machine) -> bool:
