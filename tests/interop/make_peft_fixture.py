@@ -32,6 +32,32 @@ def main() -> None:
         )
         (folder / "README.md").unlink(missing_ok=True)
 
+    _write_eva(FOLDER / "eva")
+
+
+def _write_eva(folder: Path) -> None:
+    """An adapter that EVA began: ranks dealt out by what inputs explain, and alphas that keep its scale."""
+    from peft import EvaConfig, LoraConfig, get_peft_model
+    from peft.tuners.lora.eva import initialize_lora_eva_weights
+
+    torch.manual_seed(1)
+    eva = EvaConfig(rho=3.0)
+    config = LoraConfig(
+        task_type="CAUSAL_LM", target_modules="all-linear", r=2, lora_alpha=6, init_lora_weights="eva", eva_config=eva
+    )
+    adapted = get_peft_model(_model(), config, low_cpu_mem_usage=True)
+    inputs = torch.randint(0, MODEL.vocab_size, (8, 2, MODEL.max_seq_len))
+    batches = [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in inputs]
+    initialize_lora_eva_weights(adapted, batches)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.2)
+    adapted.save_pretrained(folder)
+    with torch.no_grad():
+        logits = adapted(input_ids=BATCH[0]).logits
+    save_file({"logits": logits.contiguous()}, folder / "numbers.safetensors")
+    (folder / "README.md").unlink(missing_ok=True)
+
 
 def _model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -128,6 +128,7 @@ def _add(folder: Path) -> None:
         (lambda f: None, {"use_dora": True}, "is not whole: lm_head has lora_A and lora_B"),
         (lambda f: None, {"peft_type": "IA3", "bias": "all"}, "peft_type = 'IA3', bias = 'all'"),
         (lambda f: None, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        *((lambda f: None, {f"{name}_config": {"x": 1}}, f"{name}_config") for name in ("kasa", "arrow", "monteclora")),
     ],
 )
 def test_bad_adapters_are_refused_by_name(spoil: Any, config: dict, message: str, tmp_path: Path) -> None:

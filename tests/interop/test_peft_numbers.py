@@ -148,6 +148,17 @@ def test_merged_is_what_peft_merges(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(part, merged.read(name)[3:9, 5:12])
 
 
+def test_an_adapter_that_eva_began_gives_pefts_logits() -> None:
+    """Its modules have ranks and alphas of their own; the base is as it was."""
+    settings = json.loads((FOLDER / "eva/adapter_config.json").read_text())
+    assert settings["init_lora_weights"] == "eva" and set(settings["rank_pattern"].values()) == {1, 3}
+    merged = MergedWeights(_Base(), own_pairs(read_adapter(FOLDER / "eva"), hf_links(MODEL, "llama")))
+    model = tiny_model(MODEL, device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(merged.read(name))
+    torch.testing.assert_close(logits_of(model), numbers("eva")["logits"], **TOLERANCE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_what_peft_wrote(kind: str, tmp_path: Path) -> None:
     lora, theirs = lora_of(kind), FOLDER / kind

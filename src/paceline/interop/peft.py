@@ -47,11 +47,15 @@ _MUST: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
+    "kasa_config": (None,),
+    "arrow_config": (None,),
+    "monteclora_config": (None,),
 }
 """What is understood; other values change the result in ways that are not."""
 _SAME_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Of `init_lora_weights`: the pair began as a product of zero, beside the model as it is. The others (PiSSA, OLoRA,
-CorDA, LoftQ) change the matrices first, and only PEFT has those that the pair then belongs to."""
+"""Of `init_lora_weights`: the pair began as a product of zero, beside the model as it is (EVA chooses the first matrix
+by the inputs, and ranks and alphas of modules, which are in the patterns). The others (PiSSA, OLoRA, CorDA, LoftQ)
+change the matrices first, and only PEFT has those that the pair then belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
