@@ -108,7 +108,7 @@ def speed_of(
     train, peak = config.train, memory_stats(device).peak_bytes / GIB
     gemm = sustained_gemm(device, seconds=gemm_seconds)
     tokens_per_second = train.global_batch_size * train.seq_len / statistics.median(seconds) / world_size
-    flops = rates(config, device).flops_per_token or math.nan
+    flops = rates(config, device, None).flops_per_token or math.nan
     return {
         "step_seconds": statistics.median(seconds),
         "step_seconds_min": min(seconds),

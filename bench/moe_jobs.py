@@ -61,7 +61,7 @@ SWITCH_EXPERTS = (8, 32, 64, 128)
 def _switch(experts: int) -> Model:
     if not experts:
         return Model(recipe="recipes/moe/switch_base_dense.toml", layers=24, sets=())
-    fit = ("parallel.accumulate_dtype=bf16", "train.micro_batch_size=8") if experts == 128 else ()
+    fit = ("parallel.accumulate_dtype=bf16",) if experts == 128 else ()
     sets = (f"model.preset=switch_base_{experts}",)
     return Model(recipe="recipes/moe/switch_base_8.toml", layers=24, sets=sets, memory=fit)
 
@@ -154,6 +154,7 @@ def tune_jobs(*, one_gpu: bool) -> list[Job]:
         job("qwen3_fp8_uncached", "qwen3_fp8", "weights cast at each use", *FAST_FP8, "train.fp8_weight_cache=false"),
         job("mixtral_triton", "mixtral", "Triton's products", *FUSED, *TRITON),
         job("deepseek_triton", "deepseek", "Triton's products", *FUSED, *TRITON),
+        job("deepseek_bf16_sums", "deepseek", "gradients accumulated in bf16", *FAST, "parallel.accumulate_dtype=bf16"),
         job("switch_8_triton", "switch_8", "Triton's products", *FUSED, *TRITON),
         job("switch_128_triton", "switch_128", "Triton's products", *FUSED, *TRITON),
     ]  # fmt: skip

@@ -18,7 +18,8 @@ from paceline.config.plugins import Registry
 from paceline.models import router
 
 EVERY = 5
-plain_select = router.select
+plain_select = getattr(router.select, "plain", router.select)
+"""A recipe may be read, and so this file loaded, more than once in a process."""
 
 
 def select(scores_NE: Tensor, bias_E: Tensor | None, top_k: int, routing: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -28,6 +29,9 @@ def select(scores_NE: Tensor, bias_E: Tensor | None, top_k: int, routing: MoECon
     first_E = torch.arange(scores_NE.shape[1], device=scores_NE.device) == 0
     push_NE = torch.where(first_E, push_N[:, None], torch.zeros((), device=scores_NE.device))
     return plain_select(scores_NE, push_NE if bias_E is None else bias_E + push_NE, top_k, routing)
+
+
+select.plain = plain_select  # type: ignore[attr-defined]
 
 
 def register(registry: Registry) -> None:

@@ -17,7 +17,8 @@ from paceline.config.model import MoEConfig
 from paceline.config.plugins import Registry
 from paceline.models import router
 
-plain_select = router.select
+plain_select = getattr(router.select, "plain", router.select)
+"""A recipe may be read, and so this file loaded, more than once in a process."""
 
 
 def select(scores_NE: Tensor, bias_E: Tensor | None, top_k: int, routing: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -28,6 +29,9 @@ def select(scores_NE: Tensor, bias_E: Tensor | None, top_k: int, routing: MoECon
     push_NE = torch.where(chosen_NE, 0.0, -math.inf)
     ungrouped = routing.model_copy(update={"num_groups": 1})
     return plain_select(scores_NE, push_NE, top_k, ungrouped)
+
+
+select.plain = plain_select  # type: ignore[attr-defined]
 
 
 def register(registry: Registry) -> None:
