@@ -523,3 +523,15 @@ def test_a_file_that_is_not_there_and_a_flag_given_twice(tmp_path: Path) -> None
         read_arguments_file(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="--lr is given twice: 1 and 2"):
         read_words(["--lr", "1", "--lr", "2"])
+
+
+@pytest.mark.parametrize(("drop", "steps"), [(None, 12), (False, 12), (True, 9)])
+def test_a_pass_that_is_not_full_is_left_out_where_asked(drop: bool | None, steps: int) -> None:
+    """103 rows by 4 processes with 2 each: 12 whole passes of 8, and one of 7; a step takes 4 passes."""
+    given: dict[str, Any] = {"dataset": "a", "num_train_epochs": 3, "per_device_train_batch_size": 2}
+    given |= {"gradient_accumulation_steps": 4} | ({} if drop is None else {"dataloader_drop_last": drop})
+    for system, name in ((LLAMAFACTORY, "model_name_or_path"), (MS_SWIFT, "model")):
+        found = translate(system, {**given, name: "m"}, processes=4, count_rows=lambda path: 103)
+        assert found.fields["train.global_batch_size"] == 32 and found.fields["train.steps"] == steps
+        assert ("whole batches of 8" in found.origins["train.steps"].said) == bool(drop)
+        assert not [one for one in found.findings if "drop_last" in one.subject]

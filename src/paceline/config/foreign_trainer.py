@@ -55,7 +55,7 @@ hub_strategy hub_token hub_private_repo gradient_checkpointing_kwargs skip_memor
 include_num_input_tokens_seen include_for_metrics local_rank tf32 data_seed per_device_eval_batch_size
 eval_accumulation_steps eval_on_start eval_delay bf16_full_eval fp16_full_eval eval_do_concat_batches
 average_tokens_across_devices use_liger_kernel enable_liger_kernel report_to use_cpu no_cuda debug
-prediction_loss_only dataloader_drop_last accelerator_config ignore_data_skip
+prediction_loss_only accelerator_config ignore_data_skip
 torch_compile_backend torch_compile_mode batch_eval_metrics save_strategy eval_strategy evaluation_strategy
 trust_remote_code use_fast_tokenizer cache_dir model_revision low_cpu_mem_usage resume_from_checkpoint ray_scope
 """
@@ -102,11 +102,7 @@ def positive(draft: Draft, name: str, default: int = 1) -> int:
 def batch(draft: Draft) -> None:
     """Sequences of a step: those of a device, times accumulation, times the processes that read different data."""
     per_device = positive(draft, "per_device_train_batch_size")
-    if "gradient_accumulation_steps" in draft.system.defaults or draft.has("gradient_accumulation_steps"):
-        accumulation = positive(draft, "gradient_accumulation_steps")
-    else:
-        # ms-swift: so many that a step has 16 sequences or more
-        accumulation = max(1, math.ceil(16 / (per_device * draft.processes)))
+    accumulation = _accumulation(draft)
     degrees = max(1, math.prod(draft.fields.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp")))
     readers = max(1, draft.processes // degrees)
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -123,11 +119,21 @@ def batch(draft: Draft) -> None:
         )
 
 
+def _accumulation(draft: Draft) -> int:
+    """Batches of a device in a step."""
+    name = "gradient_accumulation_steps"
+    if name in draft.system.defaults or draft.has(name):
+        return positive(draft, name)
+    # ms-swift: so many that a step has 16 sequences or more
+    return max(1, math.ceil(16 / (positive(draft, "per_device_train_batch_size") * draft.processes)))
+
+
 def length(draft: Draft, rows: int | None = None) -> None:
     """Steps: given, or epochs times the updates of one, the last of which may be of fewer rows there.
 
     Source: Transformers' Trainer, ``num_update_steps_per_epoch``: with a = batch of one pass of all processes and
-    b = accumulation, ceil(ceil(rows / a) / b) = ceil(rows / (a b)).
+    b = accumulation, ceil(ceil(rows / a) / b) = ceil(rows / (a b)); with ``dataloader_drop_last`` a pass that is not
+    full is left out: ceil(floor(rows / a) / b).
     """
     steps = draft.value("max_steps", "whole", -1)
     if steps > 0:
@@ -150,11 +156,17 @@ def length(draft: Draft, rows: int | None = None) -> None:
         )
         return
     counted = rows if sequences is None else sequences
+    what = "rows" if sequences is None or not packed else "packed sequences"
+    names = ["num_train_epochs"]
+    if draft.value("dataloader_drop_last", "truth", False):
+        one_pass = max(1, whole // _accumulation(draft))
+        kept = counted // one_pass * one_pass
+        what, counted = f"of {counted:,} {what}, in whole batches of {one_pass}", kept
+        names.append("dataloader_drop_last")
     of_epoch = max(1, math.ceil(counted / whole))
     steps = max(1, math.ceil(epochs * of_epoch))
-    what = "rows" if sequences is None or not packed else "packed sequences"
     said = f"= {epochs:g} x {of_epoch:,} ({counted:,} {what} / {whole}, rounded up)"
-    draft.put("train.steps", steps, "num_train_epochs", said=said)
+    draft.put("train.steps", steps, *names, said=said)
     if sequences is None:
         draft.find(
             "packed-epochs",
@@ -414,7 +426,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 RULES: tuple[tuple[frozenset[str], Callable[[Draft], None]], ...] = (
     (frozenset(("per_device_train_batch_size", "gradient_accumulation_steps")), batch),
     (frozenset(("num_train_epochs", "max_steps", "warmup_ratio")), duration),
-    (frozenset(("num_train_epochs", "max_steps")), lambda draft: length(draft, training_rows(draft))),
+    (
+        frozenset(("num_train_epochs", "max_steps", "dataloader_drop_last")),
+        lambda draft: length(draft, training_rows(draft)),
+    ),
     (frozenset(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps")), schedule),
     (frozenset(("adam_beta1", "adam_beta2")), moments),
     (frozenset(("save_steps", "eval_steps", "logging_steps", "do_eval")), intervals),
