@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.cross_entropy import IGNORE_INDEX, ChunkedHeadLoss, soft_capped
+from paceline.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    ChunkedHeadLoss,
+    HeadProducts,
+    PlainHeadProducts,
+    soft_capped,
+)
 from paceline.kernels.fp8 import fp8_linear_reference
 from paceline.kernels.fp8_cast import CastKernel, Scaling
 from paceline.kernels.fp8_head import Fp8Head
@@ -102,3 +108,25 @@ def test_only_the_gradients_that_are_wanted() -> None:
         assert left.grad is not None and expected.grad is not None and torch.equal(left.grad, expected.grad)
     with torch.no_grad():
         assert torch.equal(loss(hidden, weight, labels)[0], whole)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_the_first_slice_writes_what_it_would_add_to_zeros(fp8: bool) -> None:
+    """And what was there before is gone, nan too."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight, grad = (
+        torch.randn(size, generator=generator).bfloat16() for size in ((48, 32), (64, 32), (48, 64))
+    )
+
+    def gradient(start: float, *, first: bool) -> Tensor:
+        options = Fp8Head(scaling="tensorwise")
+        products: HeadProducts = PlainHeadProducts(weight)
+        if fp8:
+            products = options.products(weight, wants_hidden=False, wants_weight=True)
+        products.logits(hidden)
+        found = torch.full_like(weight, start)
+        products.gradients(grad, hidden, None, found, first=first)
+        return found
+
+    assert torch.equal(gradient(float("nan"), first=True), gradient(0.0, first=False))
+    assert not torch.equal(gradient(1.0, first=False), gradient(0.0, first=False))

@@ -100,10 +100,21 @@ class HeadProducts(Protocol):
         ...
 
     def gradients(
-        self, grad_logits_nV: Tensor, hidden_nC: Tensor, grad_hidden_nC: Tensor | None, grad_weight_VC: Tensor | None
+        self,
+        grad_logits_nV: Tensor,
+        hidden_nC: Tensor,
+        grad_hidden_nC: Tensor | None,
+        grad_weight_VC: Tensor | None,
+        *,
+        first: bool,
     ) -> None:
-        """Writes the one, adds to the other; of what is asked for."""
+        """Writes the one, adds to the other, or with ``first`` writes it too; of what is asked for."""
         ...
+
+
+def unwritten_gradient(weight_VC: Tensor, num_tokens: int) -> Tensor:
+    """For the first slice's product to write; zeros if there is no slice."""
+    return torch.empty_like(weight_VC) if num_tokens else torch.zeros_like(weight_VC)
 
 
 class PlainHeadProducts:
@@ -116,12 +127,18 @@ class PlainHeadProducts:
         return hidden_nC @ self._weight_VC.T
 
     def gradients(
-        self, grad_logits_nV: Tensor, hidden_nC: Tensor, grad_hidden_nC: Tensor | None, grad_weight_VC: Tensor | None
+        self,
+        grad_logits_nV: Tensor,
+        hidden_nC: Tensor,
+        grad_hidden_nC: Tensor | None,
+        grad_weight_VC: Tensor | None,
+        *,
+        first: bool,
     ) -> None:
         if grad_hidden_nC is not None:
             torch.mm(grad_logits_nV, self._weight_VC, out=grad_hidden_nC)
         if grad_weight_VC is not None:
-            grad_weight_VC.addmm_(grad_logits_nV.T, hidden_nC)
+            grad_weight_VC.addmm_(grad_logits_nV.T, hidden_nC, beta=0 if first else 1)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -141,7 +158,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if fp8 is not None:
             products = fp8.products(weight_VC, wants_hidden=wants_hidden, wants_weight=wants_weight)
         grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
-        grad_weight_VC = torch.zeros_like(weight_VC) if wants_weight else None
+        grad_weight_VC = unwritten_gradient(weight_VC, len(hidden_NC)) if wants_weight else None
         loss_sum = torch.zeros((), dtype=wide_dtype(hidden_NC.dtype), device=hidden_NC.device)
         for start in range(0, hidden_NC.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -153,7 +170,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_logits_nV is None:
                 continue
             grad_hidden_nC = None if grad_hidden_NC is None else grad_hidden_NC[part]
-            products.gradients(grad_logits_nV, hidden_NC[part], grad_hidden_nC, grad_weight_VC)
+            products.gradients(grad_logits_nV, hidden_NC[part], grad_hidden_nC, grad_weight_VC, first=start == 0)
         ctx.gradients = (grad_hidden_NC, grad_weight_VC)
         return loss_sum
 

@@ -64,17 +64,19 @@ def gradient_dtype(scaling: Scaling) -> torch.dtype:
     return E5M2 if scaling == "tensorwise" else E4M3
 
 
-def product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast: bool, out: Tensor | None = None) -> Tensor:
     """``a @ b.T``: [R of a, R of b], accumulated in fp32.
 
     Args:
         fast: the tensor cores' own accumulator throughout: quicker and less exact (Hopper; no difference elsewhere).
+        out: where it is written, contiguous and of ``dtype``; a tensor of its own if None.
     """
-    out: Tensor = torch._scaled_mm(
+    into = {} if out is None else {"out": out}
+    result: Tensor = torch._scaled_mm(
         a.values, b.values.t(), a.scale, b.scale if b.scale.dim() == 0 else b.scale.t(), out_dtype=dtype,
-        use_fast_accum=fast,
+        use_fast_accum=fast, **into,
     )  # fmt: skip
-    return out
+    return result
 
 
 def cast_rows(parts: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling, parted: Parted | None = None) -> Fp8:

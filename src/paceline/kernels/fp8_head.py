@@ -6,8 +6,8 @@
 
 As in `fp8.py`; scales of hidden states and of gradients are of a slice, never of earlier steps. Logits come out in the
 dtype of the hidden states, and softmax and loss are computed from them as ever. Weights are cast once a call, 2 V C
-bytes for as long as it lasts. The product for the weights' gradient writes a tensor of its own, which is added to the
-sum of slices: fp8 products cannot add.
+bytes for as long as it lasts. The first slice's product for the weights' gradient writes it, those of other slices
+write a tensor of their own, which is added to it: fp8 products cannot add.
 
 Dims: n tokens of a slice, C hidden, V vocabulary (the rows of a rank, where it is cut: `Cut`).
 """
@@ -55,7 +55,13 @@ class Fp8HeadProducts:
         return product(rows, self._rows, hidden_nC.dtype, fast=True)
 
     def gradients(
-        self, grad_logits_nV: Tensor, hidden_nC: Tensor, grad_hidden_nC: Tensor | None, grad_weight_VC: Tensor | None
+        self,
+        grad_logits_nV: Tensor,
+        hidden_nC: Tensor,
+        grad_hidden_nC: Tensor | None,
+        grad_weight_VC: Tensor | None,
+        *,
+        first: bool,
     ) -> None:
         options = self._options
         how = Casting(options.scaling, options.kernel, options.cut and options.cut.gradient)
@@ -65,4 +71,7 @@ class Fp8HeadProducts:
         if rows is not None and grad_hidden_nC is not None and self._columns is not None:
             grad_hidden_nC.copy_(product(rows, self._columns, hidden_nC.dtype, fast=False))
         if columns is not None and grad_weight_VC is not None and self._hidden is not None:
-            grad_weight_VC.add_(product(columns, self._hidden, self._weight_dtype, fast=False))
+            if first:
+                product(columns, self._hidden, self._weight_dtype, fast=False, out=grad_weight_VC)
+            else:
+                grad_weight_VC.add_(product(columns, self._hidden, self._weight_dtype, fast=False))

@@ -24,6 +24,7 @@ from paceline.kernels.cross_entropy import (
     PlainHeadProducts,
     head_logits,
     soft_capped,
+    unwritten_gradient,
 )
 from paceline.kernels.fp8_head import Fp8Head
 from paceline.kernels.precision import at_least_fp32, wide_dtype
@@ -123,7 +124,7 @@ class _LabelLogProbs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         products = how.products(weight_RC, wants_hidden=wants_hidden, wants_weight=wants_weight)
         grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
-        grad_weight_RC = torch.zeros_like(weight_RC) if wants_weight else None
+        grad_weight_RC = unwritten_gradient(weight_RC, len(labels_N)) if wants_weight else None
         # the gradient of a loss, which is less than nothing, of a log-probability
         factor_N = -grad_N * (labels_N != IGNORE_INDEX)
         for part in how.slices(len(labels_N)):
@@ -131,7 +132,7 @@ class _LabelLogProbs(torch.autograd.Function):
             logits_nR = products.logits(hidden_NC[part])
             grad_nR = gradient(logits_nR, ids_n, is_own_n, factor_N[part], lse_N[part], ctx.logit_softcap)
             grad_nC = None if grad_hidden_NC is None else grad_hidden_NC[part]
-            products.gradients(grad_nR, hidden_NC[part], grad_nC, grad_weight_RC)
+            products.gradients(grad_nR, hidden_NC[part], grad_nC, grad_weight_RC, first=part.start == 0)
         return grad_hidden_NC, grad_weight_RC, None, None, None
 
 
