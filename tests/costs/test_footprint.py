@@ -162,3 +162,35 @@ def test_frozen_weights_have_neither_gradients_nor_optimizer() -> None:
     (stage,) = memory_by_stage(work, cluster(8), (28.0,), NANOTRON)
     (trained,) = memory_by_stage(nanotron_3b(zero=1), cluster(8), (28.0,), NANOTRON)
     assert stage.states == stage.weights == trained.weights and stage.activations == trained.activations
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"zero": 0},
+        {"zero": 1},
+        {"zero": 2},
+        {"zero": 3},
+        {"zero": 1, "offload": "optimizer"},
+        {"zero": 3, "offload": "optimizer"},
+        {"zero": 3, "offload": "parameters"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_states_of_adapters_are_those_of_the_exact_count(parallel: dict[str, object], micro_batches: int) -> None:
+    """Where only adapters learn, offloaded or not; within 2 %: layers are averages here."""
+    tables = {
+        "model": {"preset": "llama3_1b"},
+        # wide ones, so that they count: 360M beside 1.2B
+        "lora": {"rank": 512},
+        "train": {"seq_len": 256, "global_batch_size": 4 * micro_batches},
+        "parallel": {"compile": True, **parallel},
+    }
+    config = resolve(tables).config
+    (stage,) = predict(config, cluster(4)).stages
+    (exact,) = estimate_pipeline(config, 4)
+    assert stage.weights == pytest.approx(exact.weights, rel=0.02)
+    assert stage.gradients == pytest.approx(exact.gradients, rel=0.02)
+    assert stage.optimizer == pytest.approx(exact.masters + exact.moments, rel=0.02)
+    assert stage.gathered == pytest.approx(exact.gathered, rel=0.02)

@@ -235,7 +235,7 @@ def _states(
     moments = MOMENT_BYTES[work.optimizer]
     offloaded = work.offload != "none"
     if work.frozen_weights:
-        return _frozen_states(work, held, profile, width)
+        return _frozen_states(work, held, profile, micro_batches)
     if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
         unreduced = 4.0 * held.largest_layer
         if profile.accumulates_whole and micro_batches > 1:
@@ -258,17 +258,29 @@ def _states(
 
 
 def _frozen_states(
-    work: Workload, held: _Parameters, profile: Profile, width: float
+    work: Workload, held: _Parameters, profile: Profile, micro_batches: int
 ) -> tuple[float, float, float, float]:
-    """As `_states`: all is frozen but adapters, of which each rank has about its part."""
-    element = work.frozen_bytes or width * (2.0 if work.fp8_weight_cache else 1.0)
+    """As `_states`: all is frozen but adapters, of which each rank has about its part (with tp more: one of an
+    adapter's two matrices is whole on every rank)."""
+    width, sharded = work.width, work.zero == 3 or (work.zero == 2 and profile.shards_parameters)
     learned = work.adapters / (work.tp * work.pp)
-    optimizer = ((4.0 if width < 4 else 0.0) + MOMENT_BYTES[work.optimizer]) * learned * held.shard / held.here
-    if work.zero == 3 or (work.zero == 2 and profile.shards_parameters):
-        gathered = width * (2 * held.largest_layer + held.head if work.zero == 3 else held.here)
-        return width * held.shard, 0.0, optimizer, gathered
+    share = learned * held.shard / held.here
+    moments = 0.0 if work.offload != "none" else MOMENT_BYTES[work.optimizer] * share
+    if sharded:
+        of_layer = learned * held.largest_layer / (held.here - held.edges)
+        unreduced = 4.0 * of_layer
+        if profile.accumulates_whole and micro_batches > 1:
+            unreduced = (2.0 if work.reduce_bf16 else 4.0) * learned
+        whole = held.here + learned
+        if work.zero == 3:
+            whole = 2 * (held.largest_layer + of_layer) + held.head
+        if work.offload == "parameters":
+            return 0.0, 0.0, moments, width * whole + unreduced
+        return width * held.shard + 4.0 * share, 4.0 * share, moments, width * whole + unreduced
+    element = work.frozen_bytes or width * (2.0 if work.fp8_weight_cache else 1.0)
     kept = element * (held.here - held.edges) + width * held.edges
-    return kept + width * learned, profile.gradient_bytes * learned, optimizer, 0.0
+    masters = 4.0 * share if width < 4 and work.offload == "none" else 0.0
+    return kept + width * learned, profile.gradient_bytes * learned, masters + moments, 0.0
 
 
 def memory_by_stage(

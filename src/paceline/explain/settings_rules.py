@@ -14,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.config.run import RunConfig
+from paceline.costs.adapters import count_learned
 from paceline.costs.hardware import find_hardware
-from paceline.costs.layers import count_parameters, training_flops_per_token
+from paceline.costs.layers import training_flops_per_token
 from paceline.costs.step import predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.errors import PacelineError
@@ -154,7 +155,7 @@ def _exposed(view: RunView, shares: Shares, config: RunConfig) -> Iterator[Cause
             continue
         seconds = float(np.mean(np.nanmin(waits, axis=0)))
         sent = float(np.nanmean(view.column(f"sent_{axis}_kb"))) * 1024
-        one_bucket = axis == "dp" and _one_bucket(config)
+        one_bucket = axis == "dp" and in_one_bucket(config)
         advice = _ADVICE[axis]
         if one_bucket:
             advice = "--set parallel.bucket_mb=25: all gradients are in one bucket, so none travels during backward"
@@ -169,10 +170,11 @@ def _exposed(view: RunView, shares: Shares, config: RunConfig) -> Iterator[Cause
         )
 
 
-def _one_bucket(config: RunConfig) -> bool:
+def in_one_bucket(config: RunConfig) -> bool:
+    """Whether all large gradients of a rank, of what learns, are reduced together at the end of a step."""
     parallel = config.parallel
     width = 2 if parallel.accumulate_dtype == "bf16" else 4
-    elements = count_parameters(config.model).total / (parallel.tp * parallel.pp)
+    elements = count_learned(config) / (parallel.tp * parallel.pp)
     # small gradients are bound by latency: cutting them up would not help
     return parallel.engine == "flat" and 2**26 < elements * width <= parallel.bucket_mb * 2**20
 
