@@ -81,7 +81,10 @@ def models(*, one_gpu: bool) -> dict[str, Model]:
 
 COMPILED = ("parallel.compile=true",)
 FUSED = (*COMPILED, "parallel.fused_weight_gradients=true", "optim.fused_update=true")
+UNCOMPILED = ("parallel.compile=false",)
 TRITON, GROUPED = ("parallel.expert_kernels=triton",), ("parallel.expert_kernels=grouped",)
+PLAIN = ("parallel.expert_kernels=plain",)
+UNFUSED = ("parallel.fused_weight_gradients=false", "optim.fused_update=false")
 FAST = (*FUSED, *GROUPED)
 """Of a layer alone (docs/measured/moe_products.json) torch's grouped products are the faster ones in bf16, ..."""
 FP8 = ("train.precision=fp8", "train.fp8_experts=true")
@@ -137,7 +140,7 @@ def _switch_job(found: dict[str, Model], work: str) -> Job:
 def tune_jobs(*, one_gpu: bool) -> list[Job]:
     """Other ways to the same work; one that is faster takes its row of the table."""
     found, processes = models(one_gpu=one_gpu), 1 if one_gpu else 2
-    eager = tuple(item for item in FAST if item not in COMPILED)
+    eager = (*FAST, *UNCOMPILED)
 
     def job(name: str, work: str, title: str, *sets: str) -> Job:
         model = found[work.removesuffix("_fp8").removesuffix("_ep2")]
@@ -145,8 +148,8 @@ def tune_jobs(*, one_gpu: bool) -> list[Job]:
 
     one = [
         job("qwen3_triton", "qwen3", "Triton's products", *FUSED, *TRITON),
-        job("qwen3_plain", "qwen3", "plain experts", *FUSED),
-        job("qwen3_naive", "qwen3", "plain experts, nothing fused or compiled"),
+        job("qwen3_plain", "qwen3", "plain experts", *FUSED, *PLAIN),
+        job("qwen3_naive", "qwen3", "plain experts, nothing fused or compiled", *UNCOMPILED, *UNFUSED, *PLAIN),
         job("qwen3_eager", "qwen3", "not compiled", *eager),
         job("qwen3_selective", "qwen3", "selective recompute", *FAST, "parallel.recompute=selective"),
         job("qwen3_bf16_sums", "qwen3", "gradients accumulated in bf16", *FAST, "parallel.accumulate_dtype=bf16"),
@@ -284,7 +287,6 @@ _CURVE = (
     "observe.tensorboard=false",
     "observe.sample_prompts=[]",
 )
-_UNCOMPILED = ("parallel.compile=false",)
 _ADDING = ("parallel.fused_weight_gradients=true", "optim.fused_update=true")
 
 
@@ -299,15 +301,15 @@ def curve_jobs(*, one_gpu: bool) -> list[Job]:
 
     triton = (*_ADDING, *TRITON)
     two = [
-        job("ep2", "ep 2, all-to-all", *_UNCOMPILED, *triton, *EP2, processes=2),
-        job("ep2_gather", "ep 2, all-gather", *_UNCOMPILED, *triton, *EP2, *GATHER, processes=2),
+        job("ep2", "ep 2, all-to-all", *UNCOMPILED, *triton, *EP2, processes=2),
+        job("ep2_gather", "ep 2, all-gather", *UNCOMPILED, *triton, *EP2, *GATHER, processes=2),
     ]
     return [
-        job(REFERENCE, "plain experts, nothing fused", *_UNCOMPILED),
-        job("triton", "Triton's experts, all fused", *_UNCOMPILED, *triton),
-        job("fp8", "fp8 experts and linears", *_UNCOMPILED, *triton, *FP8),
-        *(job(f"seed{seed}", f"plain, seed {seed}", *_UNCOMPILED, f"run.seed={seed}") for seed in SEEDS),
-        job("grouped", "torch's grouped products, all fused", *_UNCOMPILED, *_ADDING, *GROUPED),
+        job(REFERENCE, "plain experts, nothing fused", *UNCOMPILED),
+        job("triton", "Triton's experts, all fused", *UNCOMPILED, *triton),
+        job("fp8", "fp8 experts and linears", *UNCOMPILED, *triton, *FP8),
+        *(job(f"seed{seed}", f"plain, seed {seed}", *UNCOMPILED, f"run.seed={seed}") for seed in SEEDS),
+        job("grouped", "torch's grouped products, all fused", *UNCOMPILED, *_ADDING, *GROUPED),
         job("compiled", "Triton's experts, all fused, compiled", *COMPILED, *triton),
         *([] if one_gpu else two),
     ]

@@ -82,7 +82,7 @@ def one_gpu_jobs() -> list[Job]:
         job("13b_6l_plain_loss", _13B, "13B GPT, 6 layers, 2k, whole logits, not compiled, full recomputation",
             "layers=6 micro=8 batch=16 recompute=full", "parallel.zero=1", "train.loss_kernel=plain", *eager),
         job("qwen3_4l_plain", _QWEN3, "128 experts, 4 layers, operations of torch, not compiled",
-            "layers=4 micro=1 batch=4", *eager),
+            "layers=4 micro=1 batch=4", *eager, *_PLAIN, "parallel.expert_kernels=plain"),
         job("8b_10l_rowwise", _8B, "8B widths, 10 layers, 2k, fp8 with scales of rows, full recomputation",
             "layers=10 seq=2048 micro=4 batch=16 recompute=full", "train.precision=fp8", "train.fp8_scaling=rowwise"),
         job("8b_26l_too_large", _8B, "8B widths, 26 layers, 8k, nothing recomputed: predicted not to fit",
@@ -115,11 +115,11 @@ def two_gpu_jobs() -> list[Job]:
         job("13b_16l_zero2", _13B, "13B GPT, 16 layers, 2k, ZeRO-2",
             "layers=16 micro=4 batch=16", "zero=2"),
         job("qwen3_8l_zero1", _QWEN3, "128 experts, 8 layers, ZeRO-1, grouped products",
-            "layers=8 micro=2 batch=16",
+            "layers=8 micro=2 batch=16 optim.fused_update=false",
             "compile=true", "expert_kernels=grouped", "fused_weight_gradients=true"),
         job("qwen3_8l_ep2", _QWEN3, "128 experts, 8 layers, ep 2, Triton's experts",
-            "layers=8 micro=2 batch=16",
-            "ep=2", "expert_kernels=triton", "fused_weight_gradients=true"),
+            "layers=8 micro=2 batch=16 optim.fused_update=false",
+            "ep=2", "compile=false", "expert_kernels=triton", "fused_weight_gradients=true"),
     ]  # fmt: skip
 
 
