@@ -138,7 +138,7 @@ def real_trials(trials: int, seed: int, only: str) -> Iterator[dict[str, Any]]:
                 }
                 run(home, fault, values, seed=int(chance.integers(2**31)))
                 found = diagnose(read_run(home / "run"))
-                outcomes.append(judge(found, fault.expected, _truth(found.view, fault, values, home)))
+                outcomes.append(judge(found, fault.expected, true_share(found.view, fault, values, home)))
         yield summarize(fault.name, fault.expected, outcomes)
 
 
@@ -153,22 +153,29 @@ def healthy_runs(runs: int, seed: int) -> Iterator[list[str]]:
 
 def run(home: Path, fault: RealFault, values: dict[str, float], *, seed: int) -> None:
     """One run, with what disturbs it."""
-    overrides = [*SIZES, f"run.dir={home / 'run'}", f"run.seed={seed}", *fault.overrides]
-    if fault.kind:
-        plugin = home / "inject.py"
-        plugin.write_text(PLUGIN.format(kind=fault.kind, beside=str(home / "spent"), **values))
-        overrides.append(f"run.plugins={plugin}")
+    overrides = prepare(home, fault, values, seed=seed)
     recipe = home / "recipe.toml"
     recipe.write_text("")
     command = [sys.executable, "-m", "paceline", "train", str(recipe), *(f"--set={each}" for each in overrides)]
     if fault.ranks > 1:
         command += ["--nproc", str(fault.ranks)]
-    with _hogs(fault.hogs):
+    with hogs(fault.hogs):
         subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
+def prepare(home: Path, fault: RealFault, values: dict[str, float], *, seed: int) -> list[str]:
+    """Writes the plugin that disturbs the run; the recipe as overrides."""
+    overrides = [*SIZES, f"run.dir={home / 'run'}", f"run.seed={seed}", *fault.overrides]
+    if fault.kind:
+        plugin = home / "inject.py"
+        plugin.write_text(PLUGIN.format(kind=fault.kind, beside=str(home / "spent"), **values))
+        overrides.append(f"run.plugins={plugin}")
+    return overrides
+
+
 @contextlib.contextmanager
-def _hogs(number: int) -> Iterator[None]:
+def hogs(number: int) -> Iterator[None]:
+    """So many programs beside it that do nothing but take a processor."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield
@@ -178,7 +185,7 @@ def _hogs(number: int) -> Iterator[None]:
             each.wait()
 
 
-def _truth(view: RunView, fault: RealFault, values: dict[str, float], home: Path) -> float | None:
+def true_share(view: RunView, fault: RealFault, values: dict[str, float], home: Path) -> float | None:
     """Injected share of the settled steps; None where nobody knows it."""
     wall = float(view.column("wall_us")[0].sum()) * 1e-6
     steps = view.shown_steps

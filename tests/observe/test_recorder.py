@@ -109,3 +109,23 @@ def test_every_part_is_closed_even_if_one_fails(
             Hooks([recorder]).on_end(RunEnd(step=2, error=error))
             assert "Recorder failed at the end of the run: OSError: no more" in caplog.text
         assert not own_threads()
+
+
+def test_what_comes_after_the_last_step_is_no_part_of_it(tmp_path: Path) -> None:
+    """Python collects once more when the loop is left; waits for the last checkpoint and export come after it too."""
+    gc.disable()
+    try:
+        recorder = start(tmp_path, StepClock(CPU))
+        run_steps(recorder, 2)
+        gc.collect()
+        recorder.on_step_start(StepStart(step=3))
+        recorder.clock.mark("forward")
+        recorder.clock.end()
+        for _ in range(4):
+            gc.collect()
+        recorder.on_end(RunEnd(step=3))
+    finally:
+        gc.enable()
+    record = read_rank(tmp_path, 0)
+    assert record.column("step").tolist() == [1, 2, 3]
+    assert record.column("gc_runs").tolist() == [0, 1, 0] and record.column("gc_us")[2] == 0

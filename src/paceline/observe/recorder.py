@@ -84,6 +84,7 @@ class Recorder(Hook):
         self._sampler.start()
         self._thread = ThreadProbe()
         self._collections.start()
+        self.clock.at_end = self._measure
         forget_stall(folder, rank)
         if self._stall_seconds:
             self._watch = StallWatch(
@@ -127,26 +128,32 @@ class Recorder(Hook):
     def _advance(self, ended: StepTimes | None) -> None:
         if self._thread is None or self._sampler is None:
             return
-        if ended is not None:
-            if self._watch is not None:
-                self._watch.step_took(ended.wall_ns / 1e9)
-            cpu, queue, preempted = self._thread.read()
-            pauses, runs = self._collections.take()
-            ended.extra = {
-                "thread_cpu_us": cpu,
-                "thread_queue_us": queue,
-                "preempted": preempted,
-                "gc_us": pauses,
-                "gc_runs": runs,
-                "loader_ready": self._ready,
-                **self._current_memory(),
-                **self._sampler.take(),
-            }
-        else:
+        if ended is None:
             self._thread.read()
             self._collections.take()
+        elif not ended.extra:  # the last step was measured as it ended
+            self._measure(ended)
         self._ready = self.ready()
         self._write(self.clock.finished())
+
+    def _measure(self, ended: StepTimes) -> None:
+        """What is counted beside a step, since the one before."""
+        if self._thread is None or self._sampler is None:
+            return
+        if self._watch is not None:
+            self._watch.step_took(ended.wall_ns / 1e9)
+        cpu, queue, preempted = self._thread.read()
+        pauses, runs = self._collections.take()
+        ended.extra = {
+            "thread_cpu_us": cpu,
+            "thread_queue_us": queue,
+            "preempted": preempted,
+            "gc_us": pauses,
+            "gc_runs": runs,
+            "loader_ready": self._ready,
+            **self._current_memory(),
+            **self._sampler.take(),
+        }
 
     def _current_memory(self) -> Mapping[str, int]:
         now = time.monotonic()

@@ -96,6 +96,8 @@ class StepClock:
         self._last_step: StepTimes | None = None
         self.listener: Callable[[str], None] | None = None
         """Told of each mark too, while somebody captures."""
+        self.at_end: Callable[[StepTimes], None] | None = None
+        """Told of the last step as it ends: what is counted beside a step counts up to here."""
 
     # ---- phases
 
@@ -127,6 +129,8 @@ class StepClock:
     def end(self) -> None:
         if self._step:
             self._last_step = self.begin_step(0)
+            if self._last_step is not None and self.at_end is not None:
+                self.at_end(self._last_step)
 
     def abandon(self) -> None:
         """The step that runs was cut off by an error: it is no step, and the device may not answer any more."""
