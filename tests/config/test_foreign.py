@@ -124,6 +124,7 @@ def test_every_key_is_told_somewhere() -> None:
     [
         ({"stage": "pt"}, "task.kind", "pretrain"),
         ({"stage": "rm"}, "task.kind", "reward"),
+        ({"stage": "rm"}, "model.head", "score"),
         ({"stage": "kto", "pref_beta": 0.2}, "task.beta", 0.2),
         ({"stage": "dpo", "pref_loss": "ipo"}, "task.dpo_loss", "ipo"),
         ({"stage": "dpo", "pref_loss": "orpo"}, "task.kind", "orpo"),
@@ -424,6 +425,7 @@ def test_megatron_swift_trains_all_weights_unless_told(command: str) -> None:
         (("--rlhf_type", "dpo", "--beta", "0.3"), "task.beta", 0.3),
         (("--rlhf_type", "dpo", "--loss_type", "hinge"), "task.dpo_loss", "hinge"),
         (("--rlhf_type", "rm", "--center_rewards_coefficient", "0.01"), "task.center_rewards", 0.01),
+        (("--rlhf_type", "rm"), "model.head", "score"),
         (("--rlhf_type", "kto", "--desirable_weight", "1.5"), "task.desirable_weight", 1.5),
         (("--target_modules", "linear_qkv", "linear_proj"), "lora.targets", ("q_proj", "k_proj", "v_proj", "o_proj")),
         (("--quant_bits", "4", "--quant_method", "bnb"), "lora.base", "nf4"),

@@ -38,7 +38,6 @@ def test_every_kind_is_known(kind: str) -> None:
             "config.task-score",
             "observe.sample_prompts",
         ),
-        (("task.kind=reward", "model.head=score", "lora.rank=4"), "config.task-lora-score", "lora.rank = 0"),
         (
             ("task.kind=dpo", "task.precompute_reference=true", "task.reference=there"),
             "config.task-reference",

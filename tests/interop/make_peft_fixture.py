@@ -33,6 +33,31 @@ def main() -> None:
         (folder / "README.md").unlink(missing_ok=True)
 
     _write_eva(FOLDER / "eva")
+    _write_reward(FOLDER / "reward")
+
+
+def _write_reward(folder: Path) -> None:
+    """A classifier of one label: pairs, and its score saved whole."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForSequenceClassification
+
+    language = _model()
+    config = language.config
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(1)
+    model = LlamaForSequenceClassification(config)
+    model.model.load_state_dict(language.model.state_dict())
+    settings: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", **settings))
+    for name, parameter in adapted.named_parameters():
+        if ".lora_B." in name or "score.modules_to_save" in name:
+            parameter.data.normal_(std=0.2)
+    adapted.eval().save_pretrained(folder)
+    tokens = BATCH[0].clamp(min=1)  # no padding: the last token is scored
+    with torch.no_grad():
+        scores = adapted(input_ids=tokens).logits[:, 0]
+    save_file({"scores": scores.contiguous()}, folder / "numbers.safetensors")
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def _write_eva(folder: Path) -> None:

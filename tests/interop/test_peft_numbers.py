@@ -16,10 +16,10 @@ from paceline.checkpoint.pieces import Box
 from paceline.config.lora import LoraConfig, is_adapter
 from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.hf_links import hf_links
-from paceline.interop.peft import own_pairs, read_adapter
+from paceline.interop.peft import merge, own_pairs, read_adapter
 from paceline.interop.peft_read import adapter_source
 from paceline.interop.peft_write import adapter_names, peft_config, peft_tensors, write_peft
-from paceline.interop.sources import open_source
+from paceline.interop.sources import Opened, open_source
 from paceline.models.lora import adapters_off, attach_adapters
 from paceline.models.transformer import Transformer
 from paceline.parallel.adapters import join_adapters
@@ -157,6 +157,39 @@ def test_an_adapter_that_eva_began_gives_pefts_logits() -> None:
     for name, parameter in model.named_parameters():
         parameter.data.copy_(merged.read(name))
     torch.testing.assert_close(logits_of(model), numbers("eva")["logits"], **TOLERANCE)
+
+
+def test_a_reward_models_adapter_scores_as_in_peft(tmp_path: Path) -> None:
+    """Its score is saved whole; the base is a language model or the classifier. As it is learned on, too."""
+    adapter = read_adapter(FOLDER / "reward")
+    assert adapter.score is not None
+    model_config, expected = MODEL.model_copy(update={"head": "score"}), numbers("reward")["scores"]
+    opened = Opened(format="hf", path=tmp_path, model=MODEL, weights=_Base(), sidecars={}, template=None)
+    merged = merge(opened, adapter)
+    assert merged.model == model_config and "head.weight" not in merged.weights.shapes()
+    model = tiny_model(model_config, device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(merged.weights.read(name))
+    torch.testing.assert_close(_scores(model), expected, **TOLERANCE)
+    lora = LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "down_proj"))
+    source = adapter_source(FOLDER / "reward", model_config, lora)
+    assert source is not None
+    model, base = tiny_model(model_config, device="cpu"), base_weights()
+    attach_adapters(model, lora)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(source.read(name) if lora.learns(name) else base[name])
+    torch.testing.assert_close(_scores(model), expected, **TOLERANCE)
+    with pytest.raises(CheckpointError, match="it has a score: it is of a reward model"):
+        adapter_source(FOLDER / "reward", MODEL, lora)
+    with pytest.raises(CheckpointError, match="cannot be taken out: its score was learned whole"):
+        merge(opened, adapter, take_out=True)
+
+
+def _scores(model: Transformer) -> Tensor:
+    with torch.no_grad():
+        scores = model(BATCH[0].clamp(min=1)).scores
+    assert scores is not None
+    return scores[:, -1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,6 +37,7 @@ TASKS = {
     "orpo": ("task.kind=orpo", "task.beta=0.5"),
     "kto": ("task.kind=kto", "task.beta=0.5", "task.undesirable_weight=1.5"),
     "reward": ("task.kind=reward", "model.head=score", "task.center_rewards=0.1"),
+    "reward of adapters": ("task.kind=reward", "model.head=score", "lora.rank=2"),
     "sft": ("task.kind=sft", "task.neftune_alpha=5"),
 }
 LAYOUTS = (
@@ -59,6 +60,7 @@ ACROSS = {
     "orpo": (*LAYOUTS[:2], ON_BOTH, TENSOR_AND_CONTEXT),
     "kto": (*LAYOUTS[:2], ON_BOTH, EXPERTS),
     "reward": (*LAYOUTS[:2], ON_BOTH, TENSOR_AND_CONTEXT, EXPERTS),
+    "reward of adapters": (LAYOUTS[1], ON_BOTH, TENSOR_AND_CONTEXT),
     "sft": (*LAYOUTS[:2], ON_BOTH, TENSOR_AND_CONTEXT, LAYOUTS[6]),
 }
 REFERENCE_SEED = 77

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.weights import WeightSource
-from paceline.config.lora import LoraConfig, is_adapter
+from paceline.config.lora import SCORE, LoraConfig, is_adapter
 from paceline.errors import CheckpointError
 
 BASE = "base"
@@ -147,8 +147,10 @@ class MergedWeights:
     def shapes(self) -> Mapping[str, torch.Size]:
         if self._others is None:
             return self._base.shapes()
-        theirs = self._others.shapes()
-        return {**self._base.shapes(), **{name: theirs[name] for name in self._other_names}}
+        theirs, base = self._others.shapes(), dict(self._base.shapes())
+        if SCORE in self._other_names:
+            base.pop("head.weight", None)  # of the language model that a reward model began with
+        return base | {name: theirs[name] for name in self._other_names}
 
     def dtype(self, name: str) -> torch.dtype:
         return self._of(name).dtype(name)

@@ -101,6 +101,8 @@ def _task(draft: Draft) -> None:
         )
         return
     draft.put("task.kind", _STAGES[stage], "stage")
+    if stage == "rm":
+        draft.put("model.head", "score", "stage")
     if stage == "dpo":
         preference_loss(draft, "pref_loss")
     elif draft.has("pref_loss"):

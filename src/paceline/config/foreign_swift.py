@@ -186,6 +186,8 @@ def _task(draft: Draft) -> None:
         return
     else:
         draft.put("task.kind", _TASKS[kind], "rlhf_type")
+    if kind == "rm":
+        draft.put("model.head", "score", "rlhf_type")
     if kind == "dpo":
         preference_loss(draft, "loss_type")
     if draft.fields["task.kind"] in ("dpo", "orpo", "kto"):

@@ -31,6 +31,8 @@ BaseFormat = Literal["bf16", "fp8", "nf4"]
 
 _LINEAR = re.compile(r"(blocks\.\d+\.(?:attention|feed_forward(?:\.shared)?))\.(\w+_proj)\.weight")
 
+SCORE = "score.weight"
+"""What gives the score of a reward model, [1, hidden_size]. It learns whole beside adapters."""
 LEAVES = ("lora_a", "lora_b", "lora_magnitude")
 """What an adapter adds to a linear: [rank, in], [out, rank] and, with `lora.dora`, [out]."""
 
@@ -86,7 +88,7 @@ class LoraConfig(Section):
     def learns(name: str) -> bool:
         """Whether the parameter ``name`` learns where there are adapters: theirs, and the score of a reward model,
         which no base has."""
-        return is_adapter(name) or name.startswith("score.")
+        return is_adapter(name) or name == SCORE
 
     def adapter_shapes(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The adapter's parameters beside the matrix ``name`` of that ``shape`` ([out, in]); empty if it has none."""

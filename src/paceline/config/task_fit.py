@@ -34,13 +34,6 @@ def _score(config: RunConfig) -> Iterator[Finding]:
             f"model.head = {model.head!r} gives a number for each word of the vocabulary, not one for the text.",
             "Set model.head = 'score'. From model.init_from all else is taken, and the score starts at random.",
         )
-    if kind == "reward" and config.lora.on:
-        yield error(
-            "config.task-lora-score",
-            "task.kind = 'reward' does not go with adapters (lora.rank > 0)",
-            "Adapters leave everything else frozen: a new score would stay as random as it begins.",
-            "Set lora.rank = 0 and train the whole model.",
-        )
     if kind != "reward" and model.has_score:
         yield error(
             "config.task-score",

@@ -23,9 +23,11 @@ from torch import Tensor
 from paceline.checkpoint.adapters import MergedWeights, Pair
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.weights import WeightSource
+from paceline.config.lora import SCORE
 from paceline.errors import CheckpointError
 from paceline.interop.hf_links import hf_links
 from paceline.interop.links import LinkedSource, LinkTable, whole
+from paceline.interop.peft_score import with_score
 from paceline.interop.peft_settings import CONFIG, Settings
 from paceline.interop.sidecars import hub_config
 from paceline.interop.sources import Opened
@@ -35,13 +37,14 @@ __all__ = ["CONFIG", "WEIGHTS", "Adapter", "merge", "misfits", "own_pairs", "rea
 WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX, _BASE = "base_model.model.", ".base_layer.weight"
+_SCORE_MODULES = ("score", "classifier")
+"""PEFT learns and saves these whole for classifiers; families of ours have the first."""
 _LENGTHS = r"magnitude_vector(?:\.default)?(?:\.weight)?"
 _MUST: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_bdlora": (False, None),
     "use_qalora": (False, None),
     "bias": ("none", None),
-    "modules_to_save": (None, []),
     "lora_bias": (False, None),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
@@ -65,6 +68,8 @@ class Adapter:
     """By the name of the matrix in the base."""
     base: Mapping[str, Tensor]
     """Matrices of the base that were saved with it, as PEFT does for head and embedding."""
+    score: Tensor | None = None
+    """[1, hidden_size]: of a reward model, learned whole beside the pairs."""
 
     @property
     def is_dora(self) -> bool:
@@ -81,6 +86,8 @@ def read_adapter(path: Path) -> Adapter:
     config = _read_config(path)
     settings = Settings.of(path, config)
     wrong = [f"{key} = {config[key]!r}" for key, known in _MUST.items() if key in config and config[key] not in known]
+    whole_modules = config.get("modules_to_save") or []
+    wrong += [] if set(whole_modules) <= set(_SCORE_MODULES) else [f"modules_to_save = {whole_modules!r}"]
     if wrong:
         raise CheckpointError(
             f"the adapter {path} is not plain LoRA: {', '.join(wrong)}",
@@ -90,9 +97,13 @@ def read_adapter(path: Path) -> Adapter:
     _refuse_changed_base(path, config.get("init_lora_weights"))
     halves: dict[str, dict[str, Tensor]] = {}
     base, needed = {}, {"A", "B", "magnitude"} if config.get("use_dora") else {"A", "B"}
+    score = None
     for name, value in _read_weights(path).items():
         if name.startswith(_PREFIX) and name.endswith(_BASE):
             base[name.removeprefix(_PREFIX).removesuffix(_BASE) + ".weight"] = value
+            continue
+        if name == _PREFIX + SCORE and value.dim() == 2 and len(value) == 1:
+            score = value
             continue
         match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_(?:([AB])(?:\.default)?\.weight|{_LENGTHS})", name)
         half = "magnitude" if match is not None and match[2] is None else match and match[2]
@@ -112,7 +123,13 @@ def read_adapter(path: Path) -> Adapter:
         pairs[f"{module}.weight"] = Pair(
             down=both["A"], up=both["B"], scale=settings.scale(module), magnitude=both.get("magnitude")
         )
-    return Adapter(path=path, pairs=pairs, base=base)
+    if "score" in whole_modules and score is None:
+        raise CheckpointError(
+            f"the adapter {path} is not whole: score.weight is missing, or of several labels",
+            evidence=f"modules_to_save = {whole_modules!r} in its {CONFIG}; a reward model has one label.",
+            next_step="Copy it again.",
+        )
+    return Adapter(path=path, pairs=pairs, base=base, score=score)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -155,6 +172,8 @@ def merge(opened: Opened, adapter: Adapter, *, take_out: bool = False) -> Opened
         ConfigError: the model has no names in Transformers, so an adapter cannot mean it.
         CheckpointError: the adapter is for another model: a matrix is missing or of another shape; all are listed.
     """
+    if adapter.score is not None:
+        opened = with_score(opened, adapter.score, adapter.path, take_out=take_out)
     config = hub_config(opened.model, template=opened.template)
     table = hf_links(opened.model, str(config["model_type"]))
     shapes = _their_matrices(table)

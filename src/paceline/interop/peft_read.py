@@ -15,7 +15,7 @@ from paceline.checkpoint.adapters import Pair, pairs_of
 from paceline.checkpoint.pieces import Box
 from paceline.checkpoint.weights import CheckpointSource, WeightSource
 from paceline.config.load import validate
-from paceline.config.lora import LoraConfig
+from paceline.config.lora import SCORE, LoraConfig
 from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError
 from paceline.interop.hf_links import hf_links, model_shapes
@@ -36,6 +36,7 @@ def adapter_source(path: Path, model: ModelConfig, lora: LoraConfig) -> WeightSo
         config = hub_config(model, template=None)
         table = hf_links(model, str(config["model_type"]))
         adapter = read_adapter(path)
+        score = adapter.score
         problems = misfits(adapter, table, config)
         if problems:
             raise _misfit(path, problems)
@@ -44,13 +45,17 @@ def adapter_source(path: Path, model: ModelConfig, lora: LoraConfig) -> WeightSo
         checkpoint, notes = newest_told(path)
         for note in notes:
             log.warning("%s", note)
-        pairs = pairs_of(CheckpointSource(checkpoint), validate(tomllib.loads(checkpoint.recipe())).lora)
+        source = CheckpointSource(checkpoint)
+        pairs = pairs_of(source, validate(tomllib.loads(checkpoint.recipe())).lora)
+        score = source.read(SCORE) if SCORE in source.shapes() else None
     else:
         return None
     problems = list(_problems(pairs, model, lora))
+    if score is not None and not model.has_score:
+        problems.append("it has a score: it is of a reward model; model.head = 'vocabulary'")
     if problems:
         raise _misfit(path, problems)
-    return _Pairs(pairs)
+    return _Pairs(pairs, score)
 
 
 def _misfit(path: Path, problems: list[str]) -> CheckpointError:
@@ -86,8 +91,8 @@ def _problems(pairs: Mapping[str, Pair], model: ModelConfig, lora: LoraConfig) -
 class _Pairs:
     """Pairs as parameters of the model: a ``WeightSource``."""
 
-    def __init__(self, pairs: Mapping[str, Pair]) -> None:
-        self._tensors: dict[str, Tensor] = {}
+    def __init__(self, pairs: Mapping[str, Pair], score: Tensor | None) -> None:
+        self._tensors: dict[str, Tensor] = {} if score is None else {SCORE: score}
         for name, pair in pairs.items():
             owner = name.removesuffix(".weight")
             self._tensors |= {f"{owner}.lora_a": pair.down, f"{owner}.lora_b": pair.up}

@@ -25,7 +25,7 @@ from paceline.checkpoint.weights import CheckpointSource, ExportJob
 from paceline.config.hub import CONFIG as HUB_CONFIG
 from paceline.config.hub import is_hub_folder, read_config
 from paceline.config.load import validate
-from paceline.config.lora import LoraConfig, is_adapter
+from paceline.config.lora import SCORE, LoraConfig
 from paceline.config.model import ModelConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.interop.convert import refuse_existing
@@ -50,6 +50,8 @@ class AdapterNames:
     model_type: str
     others: tuple[str, ...]
     """Matrices of theirs without an adapter."""
+    has_score: bool
+    """Whether it is of a reward model: a classifier with one label there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +79,12 @@ def adapter_names(model: ModelConfig, lora: LoraConfig, template: dict[str, Any]
         )
     theirs = {link.theirs for link in found.values()}
     others = tuple(name for name in table.their_shapes() if name.endswith(".weight") and name not in theirs)
-    return AdapterNames(modules=found, model_type=model_type, others=others)
+    return AdapterNames(modules=found, model_type=model_type, others=others, has_score=model.has_score)
 
 
-def peft_tensors(pairs: Mapping[str, Pair], names: AdapterNames) -> dict[str, Tensor]:
-    """An adapter's tensors under PEFT's names, fp32."""
-    found = {}
+def peft_tensors(pairs: Mapping[str, Pair], names: AdapterNames, score: Tensor | None = None) -> dict[str, Tensor]:
+    """An adapter's tensors under PEFT's names, fp32; the score of a reward model is one of its `modules_to_save`."""
+    found = {} if score is None else {_PREFIX + SCORE: score.float().contiguous()}
     for ours, link in names.modules.items():
         pair, module = pairs[ours], _PREFIX + link.theirs.removesuffix(".weight")
         found[f"{module}.lora_A.weight"] = pair.down.float().contiguous()
@@ -107,7 +109,7 @@ def peft_config(lora: LoraConfig, names: AdapterNames, base: str) -> dict[str, A
     short = not any(name.removesuffix(".weight").rpartition(".")[2] in leaves for name in names.others)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if names.has_score else "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -119,7 +121,7 @@ def peft_config(lora: LoraConfig, names: AdapterNames, base: str) -> dict[str, A
         "fan_in_fan_out": names.model_type == "gpt2",
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if names.has_score else None,
         "rank_pattern": {},
         "alpha_pattern": {},
         "layers_to_transform": None,
@@ -184,7 +186,9 @@ def convert_adapter(source: Path, target: Path) -> Written:
     beside = files_of_run(checkpoint, lora_recipe)
     beside |= text_files_of(checkpoint, lora_recipe, beside).files
     files = read_sidecars({name: path for name, path in beside.items() if name != HUB_CONFIG})
-    tensors = peft_tensors(pairs_of(CheckpointSource(checkpoint), lora_recipe.lora), names)
+    adapters = CheckpointSource(checkpoint)
+    score = adapters.read(SCORE) if names.has_score else None
+    tensors = peft_tensors(pairs_of(adapters, lora_recipe.lora), names, score)
     opened_by_peft, told = _base_for_peft(base.source)
     num_bytes = write_peft(target, peft_config(lora_recipe.lora, names, opened_by_peft), tensors, files)
     return Written(checkpoint=checkpoint.folder, num_tensors=len(tensors), num_bytes=num_bytes, notes=(*notes, *told))
@@ -227,7 +231,7 @@ def export_peft(job: ExportJob) -> None:
         base, notes = _base_for_peft(job.base)
         for note in notes:
             log.warning("%s: %s", job.folder, note)
-        write_peft(job.folder, peft_config(job.lora, names, base), peft_tensors(pairs, names), files)
+        write_peft(job.folder, peft_config(job.lora, names, base), peft_tensors(pairs, names, found.get(SCORE)), files)
 
     job.ranks.from_first(f"writing {job.folder}", write)
 
@@ -240,7 +244,7 @@ def _own(job: ExportJob) -> list[_Part]:
         (name, piece.offsets, piece.tensor.detach().to("cpu", torch.float32))
         for name, value in job.values.items()
         for piece in value.pieces
-        if is_adapter(name) and piece.saved and piece.tensor.numel()
+        if job.lora.learns(name) and piece.saved and piece.tensor.numel()
     ]
 
 
@@ -250,7 +254,9 @@ def _nothing(job: ExportJob) -> Iterable[dict[str, Tensor]]:
 
 def _whole(job: ExportJob, by_rank: list[list[_Part]]) -> dict[str, Tensor]:
     """Global tensors, of the parts of all ranks."""
-    found = {name: torch.full(value.global_shape, torch.nan) for name, value in job.values.items() if is_adapter(name)}
+    found = {
+        name: torch.full(value.global_shape, torch.nan) for name, value in job.values.items() if job.lora.learns(name)
+    }
     for name, offsets, part in (part for parts in by_rank for part in parts):
         box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
         found[name][box] = part

@@ -11,7 +11,7 @@ from paceline.checkpoint.adapters import BaseReference, drawn_from, fingerprint,
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint
 from paceline.checkpoint.weights import WeightSource, fill
-from paceline.config.lora import is_adapter
+from paceline.config.lora import SCORE, is_adapter
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.costs.adapters import count_learned
@@ -75,11 +75,17 @@ def begin_adapters(parts: Parts, registry: Registry, ranks: Ranks) -> None:
     if lora.dora:
         set_magnitudes(parts)
     if lora.init_adapter:
-        into = {name: value for name, value in parts.engine.weights().items() if is_adapter(name)}
         # a rank that fails alone would leave the others waiting
-        ranks.gather(f"reading {lora.init_adapter}", lambda: fill(_adapter(parts, registry), into))
+        ranks.gather(f"reading {lora.init_adapter}", lambda: _fill(_adapter(parts, registry), parts))
         log.info("adapters from %s; optimizer, schedule and data start anew", lora.init_adapter)
     parts.engine.publish_weights()
+
+
+def _fill(adapter: WeightSource, parts: Parts) -> None:
+    """A score that the adapter has not stays as the weights have it."""
+    has_score = SCORE in adapter.shapes()
+    values = parts.engine.weights().items()
+    fill(adapter, {name: value for name, value in values if is_adapter(name) or (name == SCORE and has_score)})
 
 
 def _adapter(parts: Parts, registry: Registry) -> WeightSource:

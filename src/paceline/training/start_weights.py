@@ -9,13 +9,13 @@ from pathlib import Path
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.weights import CheckpointSource, WeightSource, fill
+from paceline.config.lora import SCORE
 from paceline.config.plugins import Registry
 from paceline.config.run import RunConfig
 from paceline.training.reference import FrozenCopy, Reference
 
 log = logging.getLogger(__name__)
 
-SCORE = "score.weight"
 HEAD = "head."
 
 
