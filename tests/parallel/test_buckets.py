@@ -47,3 +47,12 @@ def test_last_used_parameters_come_first() -> None:
         ["block.norm", "embed"],
     ]
     assert layout.size < sum(shape.numel() for shape in SHAPES.values()) + 3 * 128 + 5 * 64
+
+
+def test_parameters_that_are_used_together_lie_in_their_order() -> None:
+    shapes = {name: torch.Size((64, size)) for name, size in (("norm", 1), ("q", 2), ("bias", 1), ("k", 3), ("o", 4))}
+    usual = plan_buckets(shapes, shard_degree=2, bucket_elements=10**6)
+    layout = plan_buckets(shapes, shard_degree=2, bucket_elements=10**6, together=[("q", "k")])
+    assert list(usual.slots) == ["o", "k", "bias", "q", "norm"]
+    assert list(layout.slots) == ["o", "q", "k", "bias", "norm"]
+    assert layout.slots["q"].end == layout.slots["k"].start and layout.size == usual.size

@@ -84,7 +84,8 @@ def test_nf4_computes_as_weights_that_were_rounded_to_it() -> None:
 def test_fp8_is_cast_once_and_the_weights_are_given_up(scaling: Scaling) -> None:
     model = adapted().bfloat16()
     weights, base = Fp8Weights(), FrozenBase()
-    linears = use_fp8(model, Fp8Options(scaling=scaling), weights, cached=True)
+    products = use_fp8(model, Fp8Options(scaling=scaling), weights, cached=True)
+    linears = [linear for product in products for linear in product.linears]
     base.keep_fp8(weights)
     join_adapters(model, ALONE)
     before = results(model)

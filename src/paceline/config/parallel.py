@@ -52,8 +52,8 @@ class ParallelConfig(Section):
     `reduce_dtype`."""
     fused_weight_gradients: bool = False
     """Matrix products of the flat engine's backward add weight gradients to their buckets themselves, in place of a
-    gradient that is written, read and added. Without effect under `zero` 2 and 3 and schedules that split the backward
-    pass."""
+    gradient that is written, read and added; fp8 products, which cannot add, write the first micro-batch's (with bf16
+    sums). Without effect under `zero` 2 and 3 and schedules that split the backward pass."""
     expert_kernels: Literal["plain", "grouped", "triton"] = "plain"
     """What computes the experts of a mixture: operations of torch; kernels of ours around torch's grouped products; or
     products of ours too, which pick an expert's tokens while they load. With `fused_weight_gradients` the last two add

@@ -53,6 +53,9 @@ from paceline.kernels.fp8_cast import (
     product,
 )
 from paceline.kernels.fp8_delayed import Delayed, DelayedPair, cast_delayed
+from paceline.kernels.fp8_weight_gradient import accumulate_fp8_weight_gradient
+
+NO_PLACE: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class Cut(NamedTuple):
@@ -110,6 +113,7 @@ def fp8_linears(
     kernel: CastKernel = "torch",
     cut: Cut | None = None,
     delayed: DelayedPair | None = None,
+    place: tuple[Tensor | None, Tensor | None] = NO_PLACE,
 ) -> tuple[Tensor, ...]:
     """``x`` [..., K] times each of the [N, K] weights, plus biases: one fp8 product for all. See `why_not_fp8`.
 
@@ -118,10 +122,13 @@ def fp8_linears(
         cut: what ranks hold parts of, if they do. Outputs, and the gradient of ``x``, are this rank's products alone.
         delayed: what scales of earlier steps are made of, for ``x`` and the gradient of the outputs; ``scaling`` is
             then "tensorwise", for weights. Of a part of a matrix that nothing is known of, the scale is the part's own.
+        place: where the gradient of all weights is summed, and whether nothing is there yet: see
+            `fp8_weight_gradient`. They then get none from autograd.
     """
     assert delayed is None or scaling == "tensorwise", "scales of earlier steps are of tensors"
     if torch.is_grad_enabled():
-        joined = _Products.apply(scaling, kernel, cut, *states_of(delayed), *tensors_of(cached, scaling), x, *weights)
+        tensors = (*states_of(delayed), *tensors_of(cached, scaling), *place)
+        joined = _Products.apply(scaling, kernel, cut, *tensors, x, *weights)
     else:
         joined = products_without_gradients(x, weights, scaling, cached, cut)
     return split_outputs(joined, weights, biases)
@@ -178,14 +185,16 @@ class _Products(torch.autograd.Function):
         rows_scale: Tensor | None,
         cached_columns: Tensor | None,
         columns_scale: Tensor | None,
+        place: Tensor | None,
+        fresh: Tensor | None,
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         ctx.scaling, ctx.kernel, ctx.cut, ctx.is_cached = scaling, kernel, cut, cached_rows is not None
         how = Casting(scaling, kernel, cut and cut.input, delayed_of(x_state, x_known))
-        x_rows, x_columns = cast_operand(x.flatten(0, -2), E4M3, how, rows=True, columns=any(ctx.needs_input_grad[12:]))
+        x_rows, x_columns = cast_operand(x.flatten(0, -2), E4M3, how, rows=True, columns=any(ctx.needs_input_grad[14:]))
         assert x_rows is not None
-        kept = (grad_state, grad_known, *(x_columns or (None, None)))
+        kept = (grad_state, grad_known, place, fresh, *(x_columns or (None, None)))
         if cached_rows is not None and rows_scale is not None:
             weight_rows = Fp8(cached_rows, rows_scale)
             ctx.save_for_backward(*kept, cached_columns, rows_scale if columns_scale is None else columns_scale)
@@ -199,8 +208,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        state, known, x_columns, x_scale, *weights = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad[11], any(ctx.needs_input_grad[12:])
+        state, known, place, fresh, x_columns, x_scale, *weights = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[13], any(ctx.needs_input_grad[14:])
         how = Casting(ctx.scaling, ctx.kernel, ctx.cut and ctx.cut.gradient, delayed_of(state, known))
         rows, columns = cast_gradient(grad, how, rows=wants_x, columns=wants_weight)
         grad_x = None
@@ -209,9 +218,18 @@ class _Products(torch.autograd.Function):
             grad_x = product(rows, weight_KN, grad.dtype, fast=False).view(*grad.shape[:-1], -1)
         grad_weights: Sequence[Tensor | None] = [None] * len(ctx.sizes)
         if columns is not None:
-            grad_NK = product(columns, Fp8(x_columns, x_scale), ctx.weight_dtype, fast=False)
-            grad_weights = grad_NK.split(ctx.sizes)
-        return *(None for _ in range(11)), grad_x, *grad_weights
+            grad_weights = weight_gradients(columns, Fp8(x_columns, x_scale), ctx.sizes, ctx.weight_dtype, place, fresh)
+        return *(None for _ in range(13)), grad_x, *grad_weights
+
+
+def weight_gradients(
+    columns: Fp8, x_KM: Fp8, sizes: Sequence[int], dtype: torch.dtype, place: Tensor | None, fresh: Tensor | None
+) -> Sequence[Tensor | None]:
+    """For autograd, of each joined weight: its part of one product, or nothing where that goes to a place."""
+    if place is None or fresh is None:
+        return product(columns, x_KM, dtype, fast=False).split(sizes)
+    accumulate_fp8_weight_gradient(place, fresh, columns, x_KM)
+    return [None] * len(sizes)
 
 
 class Casting(NamedTuple):

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels.fp8 import CachedWeight, delayed_of, multiply, rounded, states_of, tensors_of, weight_columns
+from paceline.kernels.fp8 import (
+    NO_PLACE,
+    CachedWeight,
+    delayed_of,
+    multiply,
+    rounded,
+    states_of,
+    tensors_of,
+    weight_columns,
+    weight_gradients,
+)
 from paceline.kernels.fp8_cast import E4M3, E5M2, Fp8, cast_both, cast_rows, multiplier, product
 from paceline.kernels.fp8_delayed import Delayed, DelayedPair, cast_delayed
 from paceline.kernels.fp8_gated import (
@@ -40,6 +50,8 @@ def fp8_gated_mlp(
     cached_down: CachedWeight | None = None,
     delayed_first: DelayedPair | None = None,
     delayed_down: DelayedPair | None = None,
+    place_first: tuple[Tensor | None, Tensor | None] = NO_PLACE,
+    place_down: tuple[Tensor | None, Tensor | None] = NO_PLACE,
 ) -> Tensor:
     """[..., C]: down(act(gate(x)) * up(x)). For training: ``x`` and all weights need gradients.
 
@@ -48,12 +60,13 @@ def fp8_gated_mlp(
         function: silu, gelu, gelu_tanh or relu.
         cached_first, cached_down: `fp8.cast_weights` of the weights as they are; both or neither.
         delayed_first, delayed_down: see `fp8.fp8_linears`; both or neither.
+        place_first, place_down: the same.
     """
     assert len(first) == 2 and (cached_first is None) == (cached_down is None)
     assert (delayed_first is None) == (delayed_down is None)
     cached = (*tensors_of(cached_first, "tensorwise")[:3], *tensors_of(cached_down, "tensorwise")[:3])
     delayed = (*states_of(delayed_first), *states_of(delayed_down))
-    out: Tensor = _GatedMlp.apply(function, *cached, *delayed, x, *first, down_CF)
+    out: Tensor = _GatedMlp.apply(function, *cached, *delayed, *place_first, *place_down, x, *first, down_CF)
     return out
 
 
@@ -76,6 +89,10 @@ class _GatedMlp(torch.autograd.Function):
         hidden_known: Tensor | None,
         grad_out_state: Tensor | None,
         grad_out_known: Tensor | None,
+        first_place: Tensor | None,
+        first_fresh: Tensor | None,
+        down_place: Tensor | None,
+        down_fresh: Tensor | None,
         x: Tensor,
         gate_FC: Tensor,
         up_FC: Tensor,
@@ -93,25 +110,29 @@ class _GatedMlp(torch.autograd.Function):
         joined_MX = product(x_rows, first, x.dtype, fast=True)
         values, turned, hidden_scale = _cast_hidden(joined_MX, function, delayed_of(hidden_state, hidden_known))
         states = (grad_first_state, grad_first_known, grad_out_state, grad_out_known)
-        ctx.save_for_backward(*states, *x_columns, joined_MX, turned, hidden_scale, *weights)
+        places = (first_place, first_fresh, down_place, down_fresh)
+        ctx.save_for_backward(*states, *places, *x_columns, joined_MX, turned, hidden_scale, *weights)
         return multiply(Fp8(values, hidden_scale), down, x.dtype, x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         saved = ctx.saved_tensors  # once: what is computed again is handed out only once
-        states, (x_columns, x_scale, joined_MX, turned, hidden_scale), weights = saved[:4], saved[4:9], saved[9:]
+        states, places, weights = saved[:4], saved[4:8], saved[13:]
+        x_columns, x_scale, joined_MX, turned, hidden_scale = saved[8:13]
         cut = 2  # where the weights of the first product end, in either form
         first_KX = weight_columns(weights[:cut], "tensorwise", None, is_cached=ctx.is_cached)
         down_FC = weight_columns(weights[cut:], "tensorwise", None, is_cached=ctx.is_cached)
         rows, columns = _cast_both(grad.flatten(0, -2), E5M2, delayed_of(*states[2:]))
         grad_hidden_MF = product(rows, down_FC, grad.dtype, fast=False)
-        grad_down = product(columns, Fp8(turned, hidden_scale), ctx.weight_dtype, fast=False)
+        hidden, dtype, width = Fp8(turned, hidden_scale), ctx.weight_dtype, ctx.width
+        grad_down = weight_gradients(columns, hidden, [grad.shape[-1]], dtype, *places[2:])
         delayed = delayed_of(*states[:2])
         values, both_turned, scale = _cast_gradients(joined_MX, grad_hidden_MF, ctx.function, delayed)
         grad_x = product(Fp8(values, scale), first_KX, grad.dtype, fast=False).view(*grad.shape[:-1], -1)
-        grad_first = product(Fp8(both_turned, scale), Fp8(x_columns, x_scale), ctx.weight_dtype, fast=False)
-        return *(None for _ in range(15)), grad_x, *grad_first.split(ctx.width), grad_down
+        x_CM = Fp8(x_columns, x_scale)
+        grad_first = weight_gradients(Fp8(both_turned, scale), x_CM, [width, width], dtype, *places[:2])
+        return *(None for _ in range(19)), grad_x, *grad_first, *grad_down
 
 
 def _cast_both(x_RC: Tensor, dtype: torch.dtype, delayed: Delayed | None) -> tuple[Fp8, Fp8]:

@@ -10,10 +10,13 @@ counts gradients.
 
 Experts that are computed by kernels of ours (`parallel.expert_kernels`) take part in the same way, with two places.
 
+So do linears that are multiplied as one (`Joined`: fp8), where their weights lie side by side, with one place for all.
+Their products cannot add: what they gain is to write the first micro-batch's gradient where it is summed.
+
 What stays on the usual way: everything but matrices of plain linear layers and of such experts (norms, biases,
-embeddings, the head), weights that are tied, frozen, or multiplied by other code than their layer's own forward (fp8,
-whose products cannot add; but tensor parallelism's know places), and any weight whose gradient somebody watches with a
-hook, as the search for non-finite gradients does.
+embeddings, the head), weights that are tied, frozen, or multiplied by other code than their layer's own forward (but
+tensor parallelism's products know places), and any weight whose gradient somebody watches with a hook, as the search
+for non-finite gradients does.
 
 In a compiled block the place is an input of the graph, which the backward changes. Torch traces that as a copy and
 takes the copy out again (2.11 - 2.13; tests/parallel/test_accumulate.py sees that it does).
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +43,8 @@ class Place:
     gradient: Tensor
     """In the shape of the parameter."""
     fresh: Tensor
-    """Bool scalar in host memory: nothing has arrived in this step, and what ``gradient`` holds is to be replaced."""
+    """Bool in host memory, a scalar or one for each of joined parameters: nothing has arrived in this step, and what
+    ``gradient`` holds is to be replaced."""
 
 
 class AccumulatingLinear(nn.Linear):
@@ -177,7 +181,35 @@ class Target:
         return place is not None
 
 
-def announce_products(block: nn.Module, targets: Sequence[Target]) -> None:
+class Joined(Protocol):
+    """Linears whose products are one, [sum of outputs, inputs]."""
+
+    @property
+    def linears(self) -> Sequence[nn.Linear]:
+        """In the order of the outputs."""
+        ...
+
+    def aim(self, place: Place | None) -> None:
+        """As `AccumulatingLinear.aim`, with one place for all of them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedTarget:
+    """As `Target`, of `Joined` linears."""
+
+    joined: Joined
+    place: Place
+    arrived: Callable[[], None]
+
+    def aim(self) -> bool:
+        """See `Target`."""
+        watched = any(linear.weight._backward_hooks for linear in self.joined.linears)
+        self.joined.aim(None if watched else self.place)
+        return not watched
+
+
+def announce_products(block: nn.Module, targets: Sequence[Target | JoinedTarget]) -> None:
     """Layers are given their places before each forward of ``block``, and ``arrived`` is called for each of them when
     a backward is through with the block.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from paceline.parallel.expert.shard import gather_tokens, shard_experts
 from paceline.parallel.flat import FlatEngine
 from paceline.parallel.frozen import FrozenBase, keep_in_nf4
 from paceline.parallel.fsdp import FsdpEngine
-from paceline.parallel.low_precision import Fp8Options, Fp8Weights, use_fp8
+from paceline.parallel.low_precision import Fp8Options, Fp8Weights, JoinedLinears, use_fp8
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.parameters import Precision
 from paceline.parallel.recompute import recompute
@@ -79,6 +80,7 @@ def parallelize(
     if base_in == "fp8":
         base.keep_fp8(fp8_weights)
     passing: list[nn.Linear] = []
+    joined: list[JoinedLinears] = []
     for stage in stages:
         shards |= shard_tensors(stage, mesh)  # before data parallelism, which shards what this leaves
         shards |= shard_experts(stage, mesh, layout)
@@ -90,7 +92,9 @@ def parallelize(
         in_fp8: list[nn.Linear] = []
         if precision == "fp8":  # inside what recomputes
             flat, carried = config.engine == "flat", scales if options.history else None
-            in_fp8 = use_fp8(stage, options, fp8_weights, cached=flat, axis=mesh["tp"], scales=carried)
+            products = use_fp8(stage, options, fp8_weights, cached=flat, axis=mesh["tp"], scales=carried)
+            in_fp8 = [linear for product in products for linear in product.linears]
+            joined += products if config.adds_weight_gradients else []
             passing += in_fp8 if flat and options.cached and options.only else []
             if options.experts:
                 put_experts_in_fp8(stage, options, fp8_weights, cached=flat)
@@ -108,9 +112,8 @@ def parallelize(
     kind: Precision = "fp32" if precision == "fp32" else "bf16"
     engine: Engine
     if config.engine == "flat":
-        engine = FlatEngine(
-            stages, config, mesh, kind, device, shards, shapes, widen_gradients=widen_gradients, passing=passing
-        )
+        more: dict[str, Any] = {"widen_gradients": widen_gradients, "passing": passing, "joined": joined}
+        engine = FlatEngine(stages, config, mesh, kind, device, shards, shapes, **more)
     else:
         engine = FsdpEngine(stages, config, mesh, kind, device, shards, shapes)
     if isinstance(engine, FlatEngine):

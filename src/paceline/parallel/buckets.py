@@ -12,7 +12,7 @@ one range of elements, or nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +78,16 @@ class Layout:
         return (start, end) if start < end else (begin, begin)
 
 
-def plan_buckets(shapes: Mapping[str, torch.Size], *, shard_degree: int, bucket_elements: int) -> Layout:
+def plan_buckets(
+    shapes: Mapping[str, torch.Size],
+    *,
+    shard_degree: int,
+    bucket_elements: int,
+    together: Sequence[Sequence[str]] = (),
+) -> Layout:
     """Lays parameters out in the reverse of ``shapes``'s order, in buckets of at least ``bucket_elements``.
+
+    ``together``: names of parameters that are used at the same time, and lie side by side in the order that is given.
 
     A bucket is closed by the parameter that fills it, so a parameter larger than a bucket has one of its own or ends
     one. Fewer than ``64 * shard_degree`` elements a bucket are padding.
@@ -88,7 +96,7 @@ def plan_buckets(shapes: Mapping[str, torch.Size], *, shard_degree: int, bucket_
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     start = position = 0
-    names = list(shapes)[::-1]
+    names = _reversed(shapes, together)
     for name in names:
         shape = shapes[name]
         end = position + math.prod(shape)
@@ -99,6 +107,15 @@ def plan_buckets(shapes: Mapping[str, torch.Size], *, shard_degree: int, bucket_
             buckets.append(Bucket(index=len(buckets), start=start, end=position, slots=tuple(slots)))
             start, slots = position, []
     return Layout(buckets=tuple(buckets), shard_degree=shard_degree)
+
+
+def _reversed(names: Iterable[str], together: Sequence[Sequence[str]]) -> list[str]:
+    by_last = {group[-1]: group for group in together}
+    inside = {name for group in together for name in group}
+    found: list[str] = []
+    for name in reversed(list(names)):
+        found += by_last.get(name, () if name in inside else (name,))
+    return found
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.config.parallel import ParallelConfig
 from paceline.models.transformer import Transformer
-from paceline.parallel.accumulate import announce_products
+from paceline.parallel.accumulate import Joined, announce_products
 from paceline.parallel.collectives import Axis, all_reduce
 from paceline.parallel.engine import MainParameter, ParameterInit
 from paceline.parallel.flat_group import FlatGroup, FlatSettings
@@ -48,6 +48,7 @@ class FlatEngine:
         widen_gradients: see `FlatSettings`.
         passing: layers whose weights the model reads once after each change, when it makes a copy of its own; a block
             that has made its copies says so to `release`.
+        joined: linears of which the gradient of all weights is one product, which may be told where to add it.
         reducer: how gradients are summed, for a compressor.
     """
 
@@ -63,6 +64,7 @@ class FlatEngine:
         *,
         widen_gradients: bool = True,
         passing: Sequence[nn.Module] = (),
+        joined: Sequence[Joined] = (),
         reducer: ReducerFactory = SumReducer,
     ) -> None:
         assert config.engine == "flat", f"parallel.zero = {config.zero}"
@@ -86,6 +88,7 @@ class FlatEngine:
             DTYPES[config.reduce_dtype],
             count_all=self._alike,
             passing=_weights_of(passing, sites),
+            joined=joined,
             reducer=reducer,
         )
 
@@ -191,6 +194,7 @@ def flat_groups(
     *,
     count_all: bool,
     passing: Collection[str] = (),
+    joined: Sequence[Joined] = (),
     reducer: ReducerFactory = SumReducer,
 ) -> list[FlatGroup]:
     """Parameters that are used, kept and reduced alike, each group in the model's order.
@@ -219,6 +223,7 @@ def flat_groups(
                 counted=count_all or spread.first,
                 early=len(stages) == 1 and not replicas,
                 passing=passes,
+                joined=joined,
             )
         )
     return groups

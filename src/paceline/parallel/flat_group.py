@@ -7,15 +7,24 @@ coordinates.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.pieces import ShardedValue
-from paceline.parallel.accumulate import AccumulatingExperts, AccumulatingLinear, Place, Target, accumulates
+from paceline.parallel.accumulate import (
+    AccumulatingExperts,
+    AccumulatingLinear,
+    Joined,
+    JoinedTarget,
+    Place,
+    Target,
+    accumulates,
+)
 from paceline.parallel.buckets import Bucket, Slot, plan_buckets
 from paceline.parallel.engine import MainParameter, ParameterInit
 from paceline.parallel.flat_weights import FlatWeights, KeptWeights, PassingWeights, Route
@@ -46,7 +55,7 @@ class FlatGroup:
 
     ``counted``: see `MainParameter`. ``early``: buckets may be sent while backward runs, as soon as they are full;
     otherwise, since a gradient may come several times, all are sent by `finish`. ``passing``: weights come and go, see
-    `PassingWeights`.
+    `PassingWeights`. ``joined``: see `FlatEngine`; those whose weights are all here lie side by side.
 
     Life: `materialize`. A step: `zero`, hooks during backward, `begin_last` before the last one if ``early``, `finish`,
     the optimizer, `publish`; `wait_for` before a bucket's weights are read, `release` when they have been.
@@ -63,6 +72,7 @@ class FlatGroup:
         counted: bool,
         early: bool,
         passing: bool = False,
+        joined: Sequence[Joined] = (),
     ) -> None:
         first = next(iter(sites.values()))
         self._sites, self._reducer, self._settings = dict(sites), reducer, settings
@@ -72,10 +82,12 @@ class FlatGroup:
         self._lane = settings.lane
         self._dtype, self._main_dtype = first.compute_dtype, main_dtype(first.parameter.dtype)
         self._accumulate_dtype = torch.float64 if self._main_dtype == torch.float64 else settings.accumulate_dtype
+        self._joined = self._inside(joined)
         self.layout = plan_buckets(
             {name: site.parameter.shape for name, site in sites.items()},
             shard_degree=self._shard_axis.size,
             bucket_elements=settings.bucket_elements,
+            together=list(self._joined),
         )
         self._slots = self.layout.slots
         self._fresh = torch.ones(len(self._sites), dtype=torch.bool)
@@ -90,6 +102,12 @@ class FlatGroup:
         """Buckets that a block reads once after each change."""
         self._unread: dict[int, set[nn.Module]] = {}
         """Per bucket, the blocks that have not read it since the last change."""
+
+    def _inside(self, joined: Sequence[Joined]) -> dict[tuple[str, ...], Joined]:
+        """By the names of their weights, those that nothing else refers to."""
+        names = {site.owners[0]: name for name, site in self._sites.items() if len(site.owners) == 1}
+        found = {tuple(names.get((linear, "weight"), "") for linear in each.linears): each for each in joined}
+        return {members: each for members, each in found.items() if all(members)}
 
     # ---- memory
 
@@ -214,9 +232,14 @@ class FlatGroup:
 
         return arrival
 
-    def targets_in(self, block: nn.Module) -> list[Target]:
+    def targets_in(self, block: nn.Module) -> list[Target | JoinedTarget]:
         """The layers of ``block`` whose backward may add to their weights' places itself."""
-        inside, found = set(block.modules()), []
+        inside = set(block.modules())
+        found: list[Target | JoinedTarget] = [
+            JoinedTarget(joined=joined, place=place, arrived=functools.partial(self._count_all, names))
+            for names, joined in self._joined.items()
+            if joined.linears[0] in inside and (place := self._joined_place(names)) is not None
+        ]
         for name, site in self._sites.items():
             layer, attribute = site.owners[0]
             # of a tied weight, autograd sums the gradients
@@ -227,6 +250,20 @@ class FlatGroup:
                 arrived = functools.partial(self._count, self._slots[name])
                 found.append(Target(layer=layer, place=self._places[name], arrived=arrived, attribute=attribute))
         return found
+
+    def _joined_place(self, names: Sequence[str]) -> Place | None:
+        """One for all; None where they do not lie side by side, or sums are in another precision than gradients."""
+        slots = [self._slots[name] for name in names]
+        apart = any(one.end != other.start for one, other in itertools.pairwise(slots))
+        if apart or self._accumulate_dtype != self._dtype:
+            return None
+        rows, first = sum(slot.shape[0] for slot in slots), list(self._slots).index(names[0])
+        place = self._gradients.data[slots[0].start : slots[-1].end].view(rows, slots[0].shape[1])
+        return Place(gradient=place, fresh=self._fresh[first : first + len(slots)])
+
+    def _count_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._count(self._slots[name])
 
     def _arrived(self, slot: Slot, place: Place, gradient: Tensor) -> None:
         if place.fresh:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.fp8 import (
+    NO_PLACE,
     CachedWeight,
     Casting,
     Cut,
@@ -42,6 +43,7 @@ from paceline.kernels.fp8 import (
     states_of,
     tensors_of,
     weight_columns,
+    weight_gradients,
 )
 from paceline.kernels.fp8_cast import E4M3, CastKernel, Fp8, Scaling, cast_by, cast_rows, column_scale, product, turned
 from paceline.kernels.fp8_delayed import DelayedPair
@@ -80,17 +82,18 @@ def fp8_column_products(
     cached: CachedWeight | None = None,
     kernel: CastKernel = "torch",
     delayed: DelayedPair | None = None,
+    place: tuple[Tensor | None, Tensor | None] = NO_PLACE,
 ) -> tuple[Tensor, ...]:
     """The parts of ``x`` of all ranks times each of this rank's [N, K] weights.
 
     Args:
         cut: `Cut` over outputs; None where every rank has all of these weights.
-        delayed: see `fp8_linears`.
+        delayed, place: see `fp8_linears`.
     """
     if not torch.is_grad_enabled():
         whole = gather_sequence(x, meeting.axis, meeting.name, dim=meeting.dim)
         return split_outputs(products_without_gradients(whole, weights, scaling, cached, cut), weights, biases)
-    tensors = (*states_of(delayed), *tensors_of(cached, scaling))
+    tensors = (*states_of(delayed), *tensors_of(cached, scaling), *place)
     joined = _ColumnProducts.apply(meeting, scaling, kernel, cut, *tensors, x, *weights)
     return split_outputs(joined, weights, biases)
 
@@ -106,11 +109,11 @@ def fp8_row_product(
     cached: CachedWeight | None = None,
     kernel: CastKernel = "torch",
     delayed: DelayedPair | None = None,
+    place: tuple[Tensor | None, Tensor | None] = NO_PLACE,
 ) -> Tensor:
     """This rank's part of the sum over ranks of ``x`` times weight. ``cut``: over inputs."""
-    (partial,) = fp8_linears(
-        x, (weight_NK,), (None,), scaling=scaling, cached=cached, kernel=kernel, cut=cut, delayed=delayed
-    )
+    options: dict[str, Any] = {"scaling": scaling, "cached": cached, "kernel": kernel, "cut": cut}
+    (partial,) = fp8_linears(x, (weight_NK,), (None,), delayed=delayed, place=place, **options)
     out = scatter_sum(partial, meeting.axis, meeting.name, dim=meeting.dim)
     # once for each token: after the sum, on this rank's tokens
     return out if bias_N is None else out + bias_N
@@ -132,6 +135,8 @@ class _ColumnProducts(torch.autograd.Function):
         rows_scale: Tensor | None,
         cached_columns: Tensor | None,
         columns_scale: Tensor | None,
+        place: Tensor | None,
+        fresh: Tensor | None,
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
@@ -142,13 +147,13 @@ class _ColumnProducts(torch.autograd.Function):
         x_rows, _ = cast_operand(x_MK, E4M3, Casting(scaling, kernel, None, delayed), rows=True, columns=False)
         assert x_rows is not None
         own: tuple[Tensor | None, Tensor | None] = (None, None)
-        if any(ctx.needs_input_grad[13:]):
+        if any(ctx.needs_input_grad[15:]):
             if delayed is not None:
                 own = (_own_part(x_rows.values.view(whole.shape), meeting), x_rows.scale)
             else:
                 scale = x_rows.scale if scaling == "tensorwise" else column_scale([x_MK], E4M3, scaling)
                 own = (cast_by(x, scale, E4M3), scale)
-        kept = (grad_state, grad_known, *own)
+        kept = (grad_state, grad_known, place, fresh, *own)
         if cached_rows is not None and rows_scale is not None:
             weight_rows = Fp8(cached_rows, rows_scale)
             ctx.save_for_backward(*kept, cached_columns, rows_scale if columns_scale is None else columns_scale)
@@ -163,8 +168,8 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         meeting, axis = ctx.meeting, ctx.meeting.axis
-        state, known, own, x_scale, *weights = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad[12], any(ctx.needs_input_grad[13:])
+        state, known, place, fresh, own, x_scale, *weights = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[14], any(ctx.needs_input_grad[15:])
         # first: scales that are compared over ranks would otherwise wait behind the gather
         how = Casting(ctx.scaling, ctx.kernel, ctx.cut and ctx.cut.gradient, delayed_of(state, known))
         rows, columns = cast_gradient(grad, how, rows=wants_x, columns=wants_weight)
@@ -180,10 +185,10 @@ class _ColumnProducts(torch.autograd.Function):
         grad_weights: Sequence[Tensor | None] = [None] * len(ctx.sizes)
         if columns is not None and gathering is not None:
             x_MK = finish_gather(gathering, axis, meeting.dim).flatten(0, -2).view(E4M3)
-            grad_NK = product(columns, turned(x_MK, x_scale), ctx.weight_dtype, fast=False)
-            grad_weights = grad_NK.split(ctx.sizes)
+            x_KM = turned(x_MK, x_scale)
+            grad_weights = weight_gradients(columns, x_KM, ctx.sizes, ctx.weight_dtype, place, fresh)
         grad_x = finish_scatter(scattering) if scattering is not None else None
-        return *(None for _ in range(12)), grad_x, *grad_weights
+        return *(None for _ in range(14)), grad_x, *grad_weights
 
 
 def _own_part(whole: Tensor, meeting: Meeting) -> Tensor:

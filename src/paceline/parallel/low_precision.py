@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from paceline.config.train import TrainConfig
 from paceline.costs.placement import placement
 from paceline.errors import ConfigError
-from paceline.kernels.fp8 import CachedWeight, Cut, cast_weights, fp8_linears, why_not_fp8
+from paceline.kernels.fp8 import NO_PLACE, CachedWeight, Cut, cast_weights, fp8_linears, why_not_fp8
 from paceline.kernels.fp8_cast import CastKernel, Fp8, Scaling, product
 from paceline.kernels.fp8_delayed import DelayedPair
 from paceline.kernels.fp8_mlp import fp8_gated_mlp
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
 from paceline.models.transformer import Transformer
-from paceline.parallel.accumulate import place_of
+from paceline.parallel.accumulate import Place, place_of
 from paceline.parallel.collectives import Axis
 from paceline.parallel.delayed_scales import DelayedScales
 from paceline.parallel.linear import Meeting, column_products
@@ -88,6 +88,7 @@ class JoinedLinears:
         self.scaling, self.kernel, self.cut = options.scaling, options.kernel, cut
         self.cached: CachedWeight | None = None
         self.delayed: DelayedPair | None = None
+        self._place: tuple[Tensor | None, Tensor | None] = NO_PLACE
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         return fp8_linears(x, *self._matrices(), **self._options())
@@ -111,7 +112,19 @@ class JoinedLinears:
             "kernel": self.kernel,
             "cut": self.cut,
             "delayed": self.delayed,
+            "place": self.place,
         }
+
+    @property
+    def place(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where the next backward adds the gradient of all weights, one under the other, and whether nothing is there
+        yet; None: to autograd."""
+        return self._place
+
+    def aim(self, place: Place | None) -> None:
+        """The next forward's backward adds to ``place``."""
+        # .data: see `AccumulatingLinear.aim`
+        self._place = NO_PLACE if place is None else (place.gradient.data, place.fresh.data)
 
     @property
     def frozen(self) -> bool:
@@ -194,7 +207,7 @@ def use_fp8(
     cached: bool,
     axis: Axis | None = None,
     scales: DelayedScales | None = None,
-) -> list[nn.Linear]:
+) -> list[JoinedLinears]:
     """Puts the linears of a model's, or a stage's, blocks into fp8, in place; parameters stay what and where they are.
 
     After tensors are cut, before blocks are wrapped by recomputation and compilation. On the meta device or with
@@ -207,10 +220,10 @@ def use_fp8(
         scales: where products are to be entered whose scales are of earlier steps.
 
     Returns:
-        those that are in fp8 now.
+        the products that are in fp8 now.
     """
     skipped = {index % stage.config.num_layers for index in options.skip_layers}
-    found: list[nn.Linear] = []
+    found: list[JoinedLinears] = []
     for index, block in stage.blocks.items():
         if int(index) not in skipped:
             members = _change_block(
@@ -218,7 +231,7 @@ def use_fp8(
             )
             if members and cached and options.cached:
                 weights.keep(block, members)
-            found += [linear for joined in members for linear in joined.linears]
+            found += members
     return found
 
 
@@ -349,6 +362,8 @@ def _fuse_gated(sublayer: FeedForward, first: JoinedLinears, down: JoinedLinears
             cached_down=down.cached,
             delayed_first=first.delayed,
             delayed_down=down.delayed,
+            place_first=first.place,
+            place_down=down.place,
         )
 
     sublayer.forward = forward  # type: ignore[method-assign]
