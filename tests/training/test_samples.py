@@ -68,3 +68,23 @@ def test_without_a_last_checkpoint_there_are_none(text: str, tmp_path: Path) -> 
     asked = ('observe.sample_prompts=["abcd"]', "model.vocab_size=300", "checkpoint.save_last=false")
     runs.alone(runs.tiny(tmp_path / "run", text, *asked, "checkpoint.interval=0", steps=2))
     assert samples(tmp_path / "run") == []
+
+
+def test_a_model_that_learned_from_turns_is_asked_in_its_template(tmp_path: Path) -> None:
+    """Greedily, what it has learned by heart; the same as `paceline generate --chat` says."""
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    rows.write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    wanted = ("task.kind=sft", "data.tokenizer=byte", "data.template=alpaca", "model.vocab_size=300")
+    sizes = ("model.max_seq_len=256", "train.seq_len=128", "train.global_batch_size=1", "optim.lr=0.03")
+    asked = ('observe.sample_prompts=["Hi"]', "observe.sample_tokens=8", "observe.sample_temperature=0")
+    runs.alone(runs.tiny(tmp_path / "run", str(rows), *wanted, *sizes, *asked, steps=40))
+    assert samples(tmp_path / "run") == [["Hi", "Yes."]]
+
+
+def test_a_prompt_that_is_too_long_does_not_end_a_run_that_is_done(text: str, tmp_path: Path) -> None:
+    asked = (f'observe.sample_prompts=["{"a" * 40}"]', "model.vocab_size=300")
+    runs.alone(runs.tiny(tmp_path / "run", text, *asked, steps=2))
+    assert samples(tmp_path / "run") == []
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+    assert "no samples: the prompt has 40 tokens, but the model's longest sequence is 32" in logs

@@ -56,7 +56,8 @@ class ObserveConfig(Section):
     progress: Literal["auto", "live", "lines", "none"] = "auto"
     """What the terminal shows: a live display on a terminal, else a line per logged step."""
     sample_prompts: Several[str] = ()
-    """At the end of the run the model continues these texts; empty = no samples."""
+    """At the end of the run the model continues these texts, or answers them where it has learned from turns; empty =
+    no samples."""
     sample_tokens: int = Field(100, ge=1)
     """Tokens of such a sample."""
     sample_temperature: float = Field(0.8, ge=0)

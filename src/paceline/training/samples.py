@@ -12,11 +12,12 @@ from paceline.checkpoint.adapters import OpenBase
 from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
 from paceline.data.build import TokenizerInfo
-from paceline.data.chat_template import template_source
+from paceline.data.chat_template import ChatTemplate, template_source
 from paceline.data.kept_tokenizer import keep, template_of_run
 from paceline.errors import CheckpointError, ConfigError, DataError
-from paceline.generate.decode import DecodeParams, generate_text
-from paceline.generate.load import load_speaker
+from paceline.generate.chat import answer_ends, asked, prompt_ids, template_of
+from paceline.generate.decode import Completion, DecodeParams, complete, encode_prompt
+from paceline.generate.load import Speaker, load_speaker
 from paceline.generate.sample import SamplingParams
 from paceline.report.units import gib
 
@@ -53,15 +54,35 @@ def draw_samples(
         return ()
     try:
         speaker = load_speaker(folder, device=device, open_base=open_base)
+        found = _completions(speaker, config)
     except (CheckpointError, ConfigError, DataError) as error:
         log.warning("no samples: %s", error.subject)
         return ()
+    return tuple((completion.prompt, completion.text) for completion in found)
+
+
+def _completions(speaker: Speaker, config: RunConfig) -> list[Completion]:
+    """Prompts go on as text; where a run has learned from turns, they are turns of a user in its chat template."""
+    observe, tokenizer = config.observe, speaker.tokenizer
+    template = _template(speaker) if config.task.reads_turns else None
+    if template is None:
+        ids, ends = [encode_prompt(tokenizer, prompt) for prompt in observe.sample_prompts], speaker.stop_ids
+    else:
+        ids = [prompt_ids(template, tokenizer, question) for question in asked(observe.sample_prompts)]
+        ends = answer_ends(template, tokenizer, speaker.stop_ids)
     params = DecodeParams(
         max_tokens=observe.sample_tokens,
         sampling=SamplingParams(temperature=observe.sample_temperature),
         seed=config.run.seed,
-        stop_id=speaker.tokenizer.eod_id,
-        vocab_size=speaker.tokenizer.vocab_size,
+        stop_ids=ends,
+        vocab_size=tokenizer.vocab_size,
     )
-    found = generate_text(speaker.model, speaker.tokenizer, observe.sample_prompts, params)
-    return tuple((completion.prompt, completion.text) for completion in found)
+    return complete(speaker.model, tokenizer, observe.sample_prompts, ids, params)
+
+
+def _template(speaker: Speaker) -> ChatTemplate | None:
+    """None where rows were tokens or text already: nothing of the run has turns."""
+    try:
+        return template_of(speaker)
+    except DataError:
+        return None
