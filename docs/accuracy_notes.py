@@ -63,7 +63,8 @@ def _nanotron_note(one: SourceReport) -> str:
         f"{percent(share)} of the MAPE. They took a fixed time more for each micro-batch: {_waits(far, 2, 2)} with two "
         f"stages, {_waits(far, 4, 999)} with four or more, from 1B to 8B, micro-batches of 1 to 64, tp 1 to 32. It "
         "grows neither with what is computed nor with what is sent: two ways to run are mixed, and no column says "
-        "which. One layout, listed twice, took 0.67 and 3.38 s (1B, tp 8, 256 GPUs). How well "
+        "which. One layout, listed twice, took 0.67 and 3.38 s (1B, tp 8, 256 GPUs). "
+        f"{_where_slow([row for row in timed if row.run.workload.pp > 1])} How well "
         "would measurements do? A *measured* run of the same model, GPUs, tp, pp and micro-batch, with the other ZeRO "
         f"stage, predicts a row {percent(twins.mape, 0)} off in the mean, {percent(twins.median)} in the median "
         f"({twins.rows} rows have such a twin); ours are {percent(_mape(timed), 0)} and {percent(_median(timed))}. "
@@ -71,6 +72,27 @@ def _nanotron_note(one: SourceReport) -> str:
         "(`planner/irregular.py`: more than three times what another micro-batch size, ZeRO stage or number of GPUs "
         "shows to be possible). No fit sees them; they are scored, and both figures are above."
     )
+
+
+def _where_slow(piped: Sequence[Scored]) -> str:
+    """What foretells slow rows, and how well."""
+    beyond = [row for row in piped if not row.predicted_fits]
+    plain = [row for row in piped if row.predicted_fits and _waits_beside_ddp(row)]
+    rest = [row for row in piped if row.predicted_fits and not _waits_beside_ddp(row)]
+    counts = [f"{sum(_times_slower(row) > 1.5 for row in rows)} of {len(rows)}" for rows in (beyond, plain, rest)]
+    return (
+        f"Two marks of it: {counts[0]} rows that should not have fitted and ran are slow, and hold less than predicted "
+        "(so they may have been run again in a way that spares memory); and without ZeRO, over several nodes, with "
+        f"micro-batches of one sequence and 4 to 16 replicas, {counts[1]} are. Of the rest of the pipelines "
+        f"{counts[2]} are slow, by no rule that another model's rows bear out (trees over all columns and what follows "
+        "from them: bytes of a send, micro-batches a stage, nodes of a group). No term stands for this: it has no "
+        "physical cause that is known, and a false alarm costs the mean more than a miss."
+    )
+
+
+def _waits_beside_ddp(row: Scored) -> bool:
+    work, gpus = row.run.workload, row.run.cluster.gpus
+    return work.zero == 0 and gpus > 8 and work.micro_batch_size == 1 and 4 <= work.dp(gpus) <= 16
 
 
 def _times_slower(row: Scored) -> float:

@@ -148,3 +148,15 @@ def test_rings_of_more_ranks_take_more_steps() -> None:
     at_8, at_16 = (demand_of(work, cluster(gpus), (16.0,)).grads_steps for gpus in (8, 16))
     assert at_16 == pytest.approx(2 * at_8) and at_8 > 8
     assert demand_of(replace(work, tp=8), cluster(8), (16.0,)).grads_steps == 0
+
+
+def test_gradients_that_are_reduced_after_the_backward_pass_hide_behind_nothing() -> None:
+    """Of a sharded optimizer alone, where a framework does not overlap them."""
+    work = Workload(model=MODEL, seq_len=2048, micro_batch_size=2, global_batch_size=64)
+    behind = replace(PLAIN, gradient_overlap=1.0, parameter_overlap=0.0)
+    after = replace(behind, overlaps_sharded=False)
+    for zero, same in ((0, True), (1, False)):
+        demand = demand_of(replace(work, zero=zero), cluster(8), (float(MODEL.num_layers),))
+        hidden, shown = (spend(demand, profile)["dp_communication"] for profile in (behind, after))
+        assert hidden == shown if same else shown > 2 * hidden
+        assert seconds(demand, after) - seconds(demand, behind) == pytest.approx(shown - hidden)

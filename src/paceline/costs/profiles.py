@@ -91,6 +91,8 @@ class Profile:
     """A step of a ring that reduces gradients; there are as many as ranks, for each bucket."""
     reduces_whole: bool = False
     """With zero 1 gradients are all-reduced, not reduce-scattered."""
+    overlaps_sharded: bool = True
+    """With zero 1 gradients are reduced behind the backward pass, as without it; False: after it."""
 
     # ---- time: overlap, 0 ... 1
     gradient_overlap: Number = 0.7
@@ -236,24 +238,27 @@ NANOTRON = Profile(
     name="nanotron",
     title="nanotron",
     cut="greedy",
-    gemm_efficiency=0.81,
-    attention_efficiency=0.256,
-    hbm_efficiency=0.778,
-    launch_us=754.0,
-    call_us=18.9,
-    wide_call_us=1490.0,
-    call_launch_us=655.0,
-    crowded_call_us=560.0,
-    nvlink_efficiency=0.827,
-    network_efficiency=0.597,
+    gemm_efficiency=0.859,
+    attention_efficiency=0.253,
+    hbm_efficiency=0.676,
+    launch_us=159.0,
+    call_us=59.0,
+    wide_call_us=1450.0,
+    call_launch_us=952.0,
+    crowded_call_us=555.0,
+    nvlink_efficiency=0.861,
+    network_efficiency=0.596,
     send_us=10.0,
     micro_batch_ms=0.1,
     step_ms=1.0,
-    step_latency_ms=8.77,
-    gradient_overlap=0.537,
+    step_latency_ms=9.33,
+    gradient_overlap=0.555,
     parameter_overlap=0.0,
+    # its trainer wraps a model in DistributedDataParallel, which reduces behind the backward pass, unless gradients are
+    # summed in fp32 for a sharded optimizer: those it all-reduces when all backward passes are done
     reduces_whole=True,
-    tensor_gather_us=71.1,
+    overlaps_sharded=False,
+    tensor_gather_us=7.15,
     gradient_bytes=6.0,
     # counted, eager: the norms' inputs and outputs; q, k, v and the output, k and v once more to be rotated, the output
     # once more to be transposed; gate and up, the activated gate, the product
@@ -264,9 +269,9 @@ NANOTRON = Profile(
     logit_bytes_before=4.0,
     releases_gathered=True,
     reported="first",
-    far_loss=0.391,
-    data_network=1.1,
-    ring_step_us=1.05,
+    far_loss=0.4,
+    data_network=1.13,
+    ring_step_us=1.06,
     kept_beside=2.91,
     kept_gathered=1.13,
     framework_gib=0.207,

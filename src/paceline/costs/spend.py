@@ -167,6 +167,8 @@ def _step(d: Demand, p: Profile) -> _Step:
     piped = d.pipeline > 1
     # what the last backward and the next forward can hide
     before, behind = p.parameter_overlap * at * forward.total, p.gradient_overlap * at * backward.total
+    if not p.overlaps_sharded:
+        behind = behind * _where(d.zero > 0, 0.0, 1.0)
     latency = p.step_latency_ms * _doublings(d.dp_size)
     return _Step(
         micro_batches=m,
