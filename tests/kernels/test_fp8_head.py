@@ -19,7 +19,7 @@ from paceline.kernels.cross_entropy import (
 from paceline.kernels.fp8 import fp8_linear_reference
 from paceline.kernels.fp8_cast import CastKernel, Scaling
 from paceline.kernels.fp8_head import Fp8Head
-from paceline.parallel.low_precision import _multiplies
+from paceline.parallel.fp8_device import multiplies
 
 TOKENS, WIDTH, VOCAB = 50, 32, 80
 
@@ -46,7 +46,7 @@ def twin(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, scaling: Sc
 def skip_without(device: str, scaling: Scaling) -> None:
     if device == "cuda" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
         pytest.skip("needs a GPU with fp8")
-    if not _multiplies(torch.device(device), scaling):
+    if not multiplies(torch.device(device), scaling):
         pytest.skip(f"torch {torch.__version__} has no such products on {device}")
 
 

@@ -16,14 +16,14 @@ from paceline.kernels.cross_entropy import ChunkedHeadLoss
 from paceline.kernels.fp8 import Cut, cast_weights, fp8_linears
 from paceline.kernels.fp8_cast import CastKernel, Scaling
 from paceline.kernels.fp8_head import Fp8Head
+from paceline.parallel.fp8_device import multiplies
 from paceline.parallel.linear import Meeting
 from paceline.parallel.linear_fp8 import WidestOver, fp8_column_products, fp8_row_product
-from paceline.parallel.low_precision import _multiplies
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.vocabulary import Rows, vocabulary_head_loss
 
 CPU = torch.device("cpu")
-SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise") if _multiplies(CPU, "rowwise") else ("tensorwise",)
+SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise") if multiplies(CPU, "rowwise") else ("tensorwise",)
 BATCH, LENGTH, WIDTH, SIZES = 2, 6, 32, (32, 64)
 
 

@@ -20,14 +20,14 @@ from paceline.config.parallel import ParallelConfig
 from paceline.config.train import TrainConfig
 from paceline.costs.memory import estimate
 from paceline.data.batch import Batch
-from paceline.errors import ConfigError
 from paceline.kernels.cross_entropy import ChunkedHeadLoss
 from paceline.kernels.fp8 import fp8_linear_reference
 from paceline.models.transformer import Transformer
 from paceline.parallel import apply, flat, low_precision
 from paceline.parallel.apply import parallelize
 from paceline.parallel.compile import compile_blocks
-from paceline.parallel.low_precision import Fp8Options, Fp8Weights, JoinedLinears, refuse_without_fp8, use_fp8
+from paceline.parallel.fp8_device import multiplies
+from paceline.parallel.low_precision import Fp8Options, Fp8Weights, JoinedLinears, use_fp8
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.recompute import recompute
 from paceline.parallel.tensor import shard_tensors
@@ -196,7 +196,7 @@ def test_a_model_is_as_with_plain_twins(monkeypatch: pytest.MonkeyPatch, device:
     """On a GPU compiled by inductor too, which rounds less on the way, so that fp8 rounds other numbers."""
     if device == "cuda" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
         pytest.skip("needs a GPU with fp8")
-    if not low_precision._multiplies(torch.device(device), options.scaling):
+    if not multiplies(torch.device(device), options.scaling):
         pytest.skip(f"torch {torch.__version__} has no rowwise products on {device}")
 
     def twin(x: Tensor, weights: Any, biases: Any, *, scaling: Any, **other: Any) -> tuple[Tensor, ...]:
@@ -423,7 +423,7 @@ def _over_tp(rank: int, world_size: int, names: list[str]) -> list[tuple[float, 
 
 
 def test_a_model_over_tp_is_that_of_one_process() -> None:
-    names = [name for name, (_, options, _) in OVER_TP.items() if low_precision._multiplies(CPU, options.scaling)]
+    names = [name for name, (_, options, _) in OVER_TP.items() if multiplies(CPU, options.scaling)]
     for ranks in run(_over_tp, 2, names):
         for name, (loss, gradient, products) in zip(names, ranks, strict=True):
             assert abs(loss) < 1e-4 and gradient < OVER_TP[name][2], (name, loss, gradient)
@@ -538,29 +538,7 @@ def _curves(rank: int, world_size: int, jobs: list[Job]) -> list[list[float]]:
         steps.global_batch = usual
 
 
-# ---- where
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_without_fp8(CPU, "tensorwise")
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(low_precision, "device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    for found, scaling in (((8, 9), "tensorwise"), ((9, 0), "rowwise"), ((10, 0), "tensorwise")):
-        monkeypatch.setattr(low_precision, "capability", lambda device, found=found: found)
-        refuse_without_fp8(gpu, scaling)
-    monkeypatch.setattr(low_precision, "capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match="A100") as refused:
-        refuse_without_fp8(gpu, "tensorwise")
-    assert "8.0" in refused.value.evidence and "bf16" in refused.value.next_step
-
-
-def test_a_cpu_without_rowwise_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def product(*args: Any, **options: Any) -> Tensor:
-        raise RuntimeError("only per-tensor")
-
-    monkeypatch.setattr(low_precision, "product", product)
-    with pytest.raises(ConfigError, match="rowwise"):
-        refuse_without_fp8(CPU, "rowwise")
+# ---- where from
 
 
 def test_options_are_those_of_the_recipe() -> None:

@@ -15,6 +15,8 @@ With `train.fp8_weights_only` the bf16 ones are there only from their gather to 
 
 With `train.fp8_scaling = "delayed"` inputs and gradients are cast by scales of earlier steps (`delayed_scales.py`);
 weights by their own, once a step.
+
+Frozen linears may have low-rank pairs beside them, which are then part of the product (`kernels/lora_fp8.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from torch import Tensor, nn
 
 from paceline.config.train import TrainConfig
 from paceline.costs.placement import placement
-from paceline.errors import ConfigError
 from paceline.kernels.fp8 import NO_PLACE, CachedWeight, Cut, cast_weights, fp8_linears, why_not_fp8
-from paceline.kernels.fp8_cast import CastKernel, Fp8, Scaling, product
+from paceline.kernels.fp8_cast import CastKernel, Scaling
 from paceline.kernels.fp8_delayed import DelayedPair
 from paceline.kernels.fp8_mlp import fp8_gated_mlp
+from paceline.kernels.lora_fp8 import lora_fp8_linears
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
+from paceline.models.lora import AdapterSettings, LoraLinear
 from paceline.models.transformer import Transformer
 from paceline.parallel.accumulate import Place, place_of
 from paceline.parallel.collectives import Axis
@@ -43,7 +46,6 @@ from paceline.parallel.delayed_scales import DelayedScales
 from paceline.parallel.linear import Meeting, column_products
 from paceline.parallel.linear_fp8 import WidestOver, fp8_column_products, fp8_row_product
 from paceline.parallel.tensor import Sublayer, meeting_of
-from paceline.runtime.device import capability, device_name
 from paceline.runtime.log import log_once
 
 log = logging.getLogger(__name__)
@@ -89,9 +91,23 @@ class JoinedLinears:
         self.cached: CachedWeight | None = None
         self.delayed: DelayedPair | None = None
         self._place: tuple[Tensor | None, Tensor | None] = NO_PLACE
+        self._adapter: AdapterSettings | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return fp8_linears(x, *self._matrices(), **self._options())
+        adapter = self._adapter
+        if adapter is None or not adapter.switch.on:
+            return fp8_linears(x, *self._matrices(), **self._options())
+        how = {"scaling": self.scaling, "cached": self.cached, "kernel": self.kernel, "delayed": self.delayed}
+        return lora_fp8_linears(x, *self._matrices(), *self._pairs(), adapter.scale, **how)
+
+    def add_pairs(self, adapter: AdapterSettings) -> None:
+        """From now on outputs are with the pairs of these linears, which are frozen and whole on this rank."""
+        assert self.frozen and self.cut is None
+        self._adapter = adapter
+
+    def _pairs(self) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        pairs = [(each.lora_a, each.lora_b) if isinstance(each, LoraLinear) else (None, None) for each in self.linears]
+        return tuple(down for down, _ in pairs), tuple(up for _, up in pairs)
 
     def gathered(self, x: Tensor, meeting: Meeting) -> tuple[Tensor, ...]:
         """The same of the parts of ``x`` of all ranks."""
@@ -388,47 +404,3 @@ def _forward(alone: JoinedLinears, scatters: Meeting | None) -> Callable[[Tensor
         return alone(x)[0] if scatters is None else alone.scattered(x, scatters)
 
     return forward
-
-
-# ---- can this machine?
-
-
-def refuse_without_fp8(device: torch.device, scaling: Scaling) -> None:
-    """Before anything is built: fp8 needs tensor cores for it, or a CPU, where torch computes it slowly.
-
-    Raises:
-        ConfigError: a GPU without them, or kernels that this torch lacks.
-    """
-    bf16 = "Set train.precision = 'bf16'."
-    if device.type == "cpu":
-        log_once(log, logging.WARNING, "fp8 on a CPU is right and slow: there to be tried, not to be trained with")
-        if not _multiplies(device, scaling):
-            raise ConfigError(
-                f"train.fp8_scaling = {scaling!r} has no CPU kernel in torch {torch.__version__}",
-                evidence="torch 2.13 has one; on GPUs 2.11 has too.",
-                next_step="Set train.fp8_scaling = 'tensorwise', or train.precision = 'bf16'.",
-            )
-        return
-    if torch.version.hip is not None:
-        raise ConfigError(
-            "train.precision = 'fp8' is not available on AMD GPUs in this version",
-            evidence=f"{device_name(device)}: some of them have other fp8 formats, and none has been tested.",
-            next_step=bf16,
-        )
-    found = capability(device)
-    if found is not None and found < (8, 9):
-        raise ConfigError(
-            f"train.precision = 'fp8' needs a GPU with fp8 tensor cores, which {device_name(device)} has not",
-            evidence=f"Its compute capability is {found[0]}.{found[1]}; fp8 came with 8.9 (Ada) and 9.0 (Hopper).",
-            next_step=bf16,
-        )
-
-
-def _multiplies(device: torch.device, scaling: Scaling) -> bool:
-    values = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
-    scale = torch.ones((16, 1) if scaling == "rowwise" else (), device=device)
-    try:
-        product(Fp8(values, scale), Fp8(values, scale), torch.bfloat16, fast=False)
-    except (RuntimeError, ValueError):
-        return False
-    return True

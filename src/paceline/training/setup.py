@@ -34,8 +34,9 @@ from paceline.optim.build import Optimizer, build_optimizer
 from paceline.parallel.apply import parallelize
 from paceline.parallel.delayed_scales import DelayedScales
 from paceline.parallel.engine import Engine
+from paceline.parallel.fp8_device import refuse_without_fp8
 from paceline.parallel.frozen import FrozenBase, refuse_without_torchao
-from paceline.parallel.low_precision import Fp8Options, refuse_without_fp8
+from paceline.parallel.low_precision import Fp8Options
 from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.regions import sum_replicated
