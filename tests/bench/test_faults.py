@@ -1,4 +1,4 @@
-"""A few trials of every simulated fault, and of a real one: `bench/faults.py` runs many."""
+"""A few trials of every simulated fault; `bench/faults.py` runs many, `tests/explain/test_real_faults.py` real ones."""
 
 from __future__ import annotations
 

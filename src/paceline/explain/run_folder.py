@@ -22,7 +22,7 @@ from paceline.config.run import RunConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.observe.capture_request import TRACES, first_step, read_request
 from paceline.observe.events import StepRecord, read_events, read_metrics
-from paceline.observe.telemetry.columns import COLUMNS, SUMMED, UNKNOWN
+from paceline.observe.telemetry.columns import BLOCKED, COLUMNS, SUMMED, UNKNOWN, WAITS
 from paceline.observe.telemetry.record import FOLDER, RankRecord, ranks_of, read_rank
 
 Numbers = NDArray[np.float64]
@@ -245,23 +245,69 @@ def _of_newest_start(records: Sequence[RankRecord], events: Sequence[Mapping[str
     return kept
 
 
-_SUMMED_COLUMNS = [index for index, name in enumerate(COLUMNS) if name in SUMMED and name != "steps"]
+_SUMMED_COLUMNS = [
+    index for index, name in enumerate(COLUMNS) if name in SUMMED and name not in ("steps", "timed_steps")
+]
+_IN_TIMED_STEPS = np.array([COLUMNS[index] in (*WAITS, *BLOCKED) for index in _SUMMED_COLUMNS])
+"""Of `_SUMMED_COLUMNS`: what a GPU tells of some steps alone."""
+_TIMED_COLUMN = COLUMNS.index("timed_steps")
 _STEPS_COLUMN, _TIME_COLUMN = COLUMNS.index("steps"), COLUMNS.index("time_ms")
 
 
+_MOST_RANKS = 0.9
+"""Share of the ranks at work at which a step of the joined table has to end a line."""
+
+
 def _join(records: Sequence[RankRecord]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """(steps, [columns, ranks, steps]) over the steps that at least half of the ranks have."""
+    """(steps, [columns, ranks, steps]) over steps that half of all ranks have, and of those at work nearly all.
+
+    A rank whose file is full sooner gathers steps in a line sooner. Until the others do, its lines are means over more
+    steps; theirs are then joined to the same.
+    """
     if not records:
         return np.zeros(0, dtype=np.int64), np.zeros((len(COLUMNS), 0, 0), dtype=np.float32)
     every, counts = np.unique(np.concatenate([record.values[:, 0] for record in records]), return_counts=True)
-    steps = every[counts * 2 >= len(records)]
+    firsts = np.sort([record.values[0, 0] - record.values[0, _STEPS_COLUMN] + 1 for record in records])
+    lasts = np.sort([record.values[-1, 0] for record in records])
+    at_work = np.searchsorted(firsts, every, side="right") - np.searchsorted(lasts, every, side="left")
+    steps = every[(counts * 2 >= len(records)) & (counts >= _MOST_RANKS * at_work)]
     table = np.full((len(COLUMNS), len(records), len(steps)), np.nan, dtype=np.float32)
+    if not len(steps):
+        return steps, table
+    at_first = [record.values[record.values[:, 0] == steps[0], _STEPS_COLUMN] for record in records]
+    begin = int(steps[0] - np.concatenate(at_first).max())
     for position, record in enumerate(records):
-        place = np.searchsorted(steps, record.values[:, 0])
-        there = (place < len(steps)) & (steps[np.minimum(place, len(steps) - 1)] == record.values[:, 0])
-        values = record.values[there].astype(np.float32)
-        unknown = record.values[there] == UNKNOWN
-        values[:, _SUMMED_COLUMNS] /= np.maximum(values[:, _STEPS_COLUMN : _STEPS_COLUMN + 1], 1)
-        values[unknown] = np.nan
-        table[:, position, place[there]] = values.T
+        place, values = _means(record.values[record.values[:, 0] > begin], steps)
+        table[:, position, place] = values.T
     return steps, table
+
+
+def _means(lines: NDArray[np.int64], steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """One rank's lines by place in ``steps``: what is summed over a line's steps as the mean of a step (of those in
+    which it was timed), with that of the lines between; nan where unknown.
+
+    Lines after the last step are left out, and a place without a line of its own.
+    """
+    place = np.searchsorted(steps, lines[:, 0])
+    lines, place = lines[place < len(steps)], place[place < len(steps)]
+    exact = steps[place] == lines[:, 0]
+    unknown = lines == UNKNOWN
+    values = lines.astype(np.float32)
+    summed = np.where(unknown, 0, lines)[:, _SUMMED_COLUMNS].astype(np.float64)
+    weight, known = _steps_behind(lines), ~unknown[:, _SUMMED_COLUMNS]
+    if not exact.all():
+        begins = np.flatnonzero(np.diff(place, prepend=-1))
+        group = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(place)))
+        summed, weight = np.add.reduceat(summed, begins)[group], np.add.reduceat(weight, begins)[group]
+        known = np.logical_or.reduceat(known, begins)[group]
+    values[unknown] = np.nan
+    means = summed / np.maximum(weight, 1)
+    values[:, _SUMMED_COLUMNS] = np.where(known, means, np.nan)
+    return place[exact], values[exact]
+
+
+def _steps_behind(lines: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[lines, summed columns]: of how many steps a line's sum is."""
+    steps, timed = lines[:, _STEPS_COLUMN], lines[:, _TIMED_COLUMN]
+    timed = np.where(timed == UNKNOWN, steps, timed)
+    return np.where(_IN_TIMED_STEPS, timed[:, None], steps[:, None]).astype(np.float64)
