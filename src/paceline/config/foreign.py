@@ -16,19 +16,13 @@ Torch-free; nothing is started or written.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.config.foreign_values import Kind, converted, is_nothing, shown
 from paceline.report.finding import Finding, Severity
-
-Kind = Literal["text", "whole", "number", "truth", "names"]
-
-NOTHING: tuple[Any, ...] = (None, False, "", "none", "None", "null", [], {})
-"""Values by which a key asks for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +227,7 @@ def _by_one_name(system: System, given: Mapping[str, Any]) -> tuple[dict[str, An
                 Finding(
                     id="config.from-both",
                     severity="error",
-                    subject=f"{origin[key]}: {_shown(named[key])} and {name}: {_shown(value)} are both given",
+                    subject=f"{origin[key]}: {shown(named[key])} and {name}: {shown(value)} are both given",
                     evidence="They are names of one key; the recipe has the last.",
                     next_step="Leave one out.",
                 )
@@ -244,7 +238,7 @@ def _by_one_name(system: System, given: Mapping[str, Any]) -> tuple[dict[str, An
 
 def _told(name: str, theirs: Any, ours: Any) -> str:
     """The key alone where its value is ours."""
-    return name if _shown(theirs) == _shown(ours) else f"{name}: {_shown(theirs)}"
+    return name if shown(theirs) == shown(ours) else f"{name}: {shown(theirs)}"
 
 
 def _plain(name: str) -> str:
@@ -263,8 +257,8 @@ def _put_simple(draft: Draft, name: str, simple: Simple) -> None:
         draft.find(
             "value",
             "error",
-            f"{name}: {_shown(value)} has no counterpart",
-            f"{simple.ours} can say {', '.join(_shown(one) for one in dict.fromkeys(simple.values))} of it.",
+            f"{name}: {shown(value)} has no counterpart",
+            f"{simple.ours} can say {', '.join(shown(one) for one in dict.fromkeys(simple.values))} of it.",
             f"Choose one of these, or leave {name} out.",
         )
 
@@ -280,7 +274,7 @@ def _tell_without(draft: Draft) -> None:
         draft.find(
             "without-counterpart",
             without.severity,
-            f"{name}: {_shown(value)} has no counterpart",
+            f"{name}: {shown(value)} has no counterpart",
             without.reason,
             f"Leave {name} out" + (": what would be trained is another thing." if other else " if you can do without."),
         )
@@ -299,7 +293,7 @@ def _tell_unknown(draft: Draft, unknown: Iterable[str]) -> None:
         draft.find(
             "unknown",
             "error",
-            f"{name}: {_shown(draft.given[name])} is not a key that is known of {draft.system.title}",
+            f"{name}: {shown(draft.given[name])} is not a key that is known of {draft.system.title}",
             "It has not become anything.",
             f"Did you mean {near[0]}?" if near else "Leave it out, or set in the recipe what it stands for.",
         )
@@ -317,84 +311,3 @@ def _tell_passive(draft: Draft) -> None:
             "They decide logging, caches, workers or defaults of the other program, not what is learned.",
             "Nothing to do.",
         )
-
-
-# ---- values
-
-
-def is_nothing(value: Any) -> bool:
-    """Whether a value asks for nothing. 0 does not count: a rate or a ratio of 0 says something."""
-    return any(value is one or (type(value) is type(one) and value == one) for one in NOTHING)
-
-
-def converted(name: str, value: Any, kind: Kind) -> Any:
-    """A value as its kind; YAML reads 1e-4 as text, and on a command line everything is.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        return _CONVERSIONS[kind](value)
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise ConfigError(
-            f"{name}: {_shown(value)} is no {_KINDS[kind]}", next_step=f"Give {name} a {_KINDS[kind]}, or leave it out."
-        ) from error
-
-
-def _whole(value: Any) -> int:
-    number = float(value)
-    if isinstance(value, bool) or number != int(number):
-        raise ValueError
-    return int(number)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
-
-
-def _truth(value: Any) -> bool:
-    return value if isinstance(value, bool) else _TRUTH[str(value).strip().lower()]
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if isinstance(value, list | tuple):
-        return tuple(str(one).strip() for one in value)
-    return tuple(part.strip() for part in str(value).split(",") if part.strip())
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list) and len(value) == 1:
-        (value,) = value
-    if isinstance(value, list | dict):
-        raise TypeError
-    return str(value)
-
-
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_CONVERSIONS: Mapping[Kind, Callable[[Any], Any]] = {
-    "text": _text,
-    "whole": _whole,
-    "number": _number,
-    "truth": _truth,
-    "names": _names,
-}
-_KINDS: Mapping[Kind, str] = {
-    "text": "text",
-    "whole": "whole number",
-    "number": "number",
-    "truth": "true or false",
-    "names": "list of names",
-}
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    text = text.lower() if isinstance(value, bool) else text
-    return text if len(text) <= 60 else f"{text[:57]}..."

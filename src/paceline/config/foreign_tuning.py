@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.foreign import Draft, Without, is_nothing
+from paceline.config.foreign import Draft, Without
+from paceline.config.foreign_values import is_nothing
 
 PROJECTIONS: Mapping[str, str] = {
     **{name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
