@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow
 import pytest
 
-from paceline.data.record_formats import Layout, read_record
+from paceline.data.record_columns import Layout
+from paceline.data.record_formats import read_record
 from paceline.data.records import (
     BadRowError,
     Conversation,

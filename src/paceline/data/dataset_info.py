@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.data.json_lines import type_name
 from paceline.data.messages import CALL, Tags
-from paceline.data.record_formats import Layout
+from paceline.data.record_columns import Layout
 from paceline.errors import DataError
 
 FILE_NAME = "dataset_info.json"

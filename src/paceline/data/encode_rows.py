@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from paceline.data.bad_rows import BadRow, Tally
 from paceline.data.documents import Document, Encoder
-from paceline.data.record_formats import Layout, read_record
+from paceline.data.record_columns import Layout
+from paceline.data.record_formats import read_record
 from paceline.data.record_rows import RecordFile, Row, read_rows
 from paceline.data.records import BadRowError
 
