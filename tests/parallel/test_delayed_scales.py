@@ -28,6 +28,7 @@ from paceline.parallel.mesh import ParallelMesh
 from paceline.parallel.recompute import recompute
 from paceline.runtime.process import ProcessInfo
 from paceline.training.setup import Parts, build_parts
+from tests.parallel.test_low_precision import _broken_step
 from tests.parallel.tiny import batches, loss_of, plain, tiny_config
 from tests.parity.test_checkpoints import Link, go
 from tests.training import steps
@@ -95,21 +96,21 @@ def test_without_members_nothing_happens() -> None:
 # ---- wrapped
 
 
-def _model(options: Fp8Options, scales: DelayedScales, **shape: Any) -> Any:
-    model = plain(tiny_config(**(WIDE | shape))).bfloat16()
+def _model(options: Fp8Options, scales: DelayedScales, device: str = "cpu", **shape: Any) -> Any:
+    model = plain(tiny_config(**(WIDE | shape))).bfloat16().to(device)
     use_fp8(model, options, Fp8Weights(), cached=True, scales=scales)
-    scales.settle(CPU, ALONE["stage"])
+    scales.settle(torch.device(device), ALONE["stage"])
     return model
 
 
-def _steps(model: Any, scales: DelayedScales) -> list[Tensor]:
+def _steps(model: Any, scales: DelayedScales, device: str = "cpu") -> list[Tensor]:
     """Gradients after each of three steps of two micro-batches; weights stay."""
     found = []
     for step in range(3):
         for part in (0, 1):
-            tokens, labels = batches(2 * step + part, length=8)
+            tokens, labels = (each.to(device) for each in batches(2 * step + part, length=8))
             loss_of(model(tokens, labels), (labels != -100).sum(), len(tokens)).backward()
-        scales.advance(torch.tensor(True))
+        scales.advance(torch.tensor(True, device=device))
         found += [parameter.grad.clone() for parameter in model.parameters()]
     return [*found, *(value.pieces[0].tensor.clone() for value in scales.values().values())]
 
@@ -127,7 +128,10 @@ def test_recomputation_changes_nothing(mode: Any, options: Fp8Options) -> None:
     assert all(torch.equal(one, other) for one, other in zip(_steps(model, again), expected, strict=True))
 
 
-@pytest.mark.parametrize(("backend", "mode"), [("aot_eager", "none"), ("inductor", "selective")])
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [("aot_eager", "none"), pytest.param("inductor", "selective", marks=pytest.mark.slow)],
+)
 def test_one_graph_serves_all_layers_and_steps(backend: str, mode: Any) -> None:
     """Also the first step, in which nothing is known."""
     torch._dynamo.reset()
@@ -149,6 +153,26 @@ def test_one_graph_serves_all_layers_and_steps(backend: str, mode: Any) -> None:
             assert torch.equal(one, other)
         else:  # rounds less on the way, so that fp8 rounds other numbers
             assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_compiled_on_a_gpu(mode: Any) -> None:
+    """Inductor's graph finds the largest numbers that separate operations find."""
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
+        pytest.skip("needs a GPU with fp8")
+    torch._dynamo.reset()
+    wide = {"hidden_size": 128, "num_kv_heads": 1, "ffn_size": 256, "init_std": 0.05}
+    scales, again = DelayedScales(2), DelayedScales(2)
+    expected = _steps(_model(OPTIONS, scales, "cuda", **wide), scales, "cuda")
+    model = _model(OPTIONS, again, "cuda", **wide)
+    recompute(list(model.blocks.values()), mode)
+    compile_blocks(list(model.blocks.values()))  # type: ignore[arg-type]
+    for one, other in zip(_steps(model, again, "cuda"), expected, strict=True):
+        assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.5
+    assert bool(again._known.all())
+    histories = (torch.cat([value.pieces[0].tensor for value in each.values().values()]) for each in (scales, again))
+    torch.testing.assert_close(*histories, rtol=0.2, atol=0)
 
 
 # ---- whole runs
@@ -263,6 +287,13 @@ def _broken(rank: int, world_size: int, where: str) -> tuple[bool, bool, bool]:
     norm.pieces[0].tensor.copy_(held)
     parts.engine.publish_weights()
     return bool(outcome.finite), unchanged, bool(step(3).finite)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_was_not_finite_is_found(value: float) -> None:
+    ((finite, kept, text),) = run(_broken_step, 1, value, "train.fp8_scaling=delayed")
+    assert not finite and kept
+    assert "the first output that is not finite is that of blocks.1.feed_forward.up_proj\n" in text
 
 
 # ---- checkpoints
