@@ -66,7 +66,7 @@ class _LoraLinears(torch.autograd.Function):
     def forward(ctx: Any, number: int, scale: float, x: Tensor, *matrices: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases, downs, ups = (list(matrices[i * number : (i + 1) * number]) for i in range(4))
         x_MC = x.flatten(0, -2)
-        down_RC = _joined([down for down in downs if down is not None])
+        down_RC = joined_downs(downs)
         *outs, h_MR = torch.ops.paceline.lora_forward.default(x_MC, weights, biases, down_RC, ups, scale)
         ctx.save_for_backward(x, h_MR, *weights, *downs, *ups)
         ctx.number, ctx.scale = number, scale
@@ -77,25 +77,62 @@ class _LoraLinears(torch.autograd.Function):
         number = ctx.number
         x, h_MR, *rest = ctx.saved_tensors
         weights, downs, ups = (list(rest[i * number : (i + 1) * number]) for i in range(3))
-        down_RC = _joined([down for down in downs if down is not None])
+        down_RC = joined_downs(downs)
         grads_MD = [grad.flatten(0, -2) for grad in grads]
         wants_x = ctx.needs_input_grad[2]
         grad_x_MC, grad_down_RC, *grad_ups = torch.ops.paceline.lora_backward.default(
             grads_MD, x.flatten(0, -2), h_MR, weights, down_RC, ups, ctx.scale, wants_x
         )
-        found_ups, found_downs = iter(grad_ups), iter(grad_down_RC.split([d.shape[0] for d in downs if d is not None]))
         return (
             None,
             None,
             grad_x_MC.view_as(x) if wants_x else None,
             *(None for _ in range(2 * number)),
-            *(None if down is None else next(found_downs) for down in downs),
-            *(None if up is None else next(found_ups) for up in ups),
+            *of_each(grad_down_RC, grad_ups, downs),
         )
 
 
-def _joined(downs: list[Tensor]) -> Tensor:
-    return downs[0] if len(downs) == 1 else torch.cat(downs)
+# ---- what linears with pairs have in common, whatever multiplies the frozen ones
+
+
+def joined_downs(downs: Sequence[Tensor | None]) -> Tensor:
+    """[R, C]: the first matrices of all pairs, one under the other."""
+    found = [down for down in downs if down is not None]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def of_each(grad_down_RC: Tensor, grad_ups: Sequence[Tensor], downs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """For autograd, gradients of the first matrix of each linear's pair, then of each second one; None for a linear
+    without a pair."""
+    found_downs = iter(grad_down_RC.split([down.shape[0] for down in downs if down is not None]))
+    found_ups = iter(grad_ups)
+    return [None if down is None else next(found) for found in (found_downs, found_ups) for down in downs]
+
+
+def add_pairs(outs: Sequence[Tensor], h_MR: Tensor, ups: Sequence[Tensor | None], scale: float) -> None:
+    """Adds ``scale`` times the second product of each pair to its output [M, D_i], in place."""
+    for out, up, h in zip(outs, ups, _parts(h_MR, ups), strict=True):
+        if up is not None and h is not None:
+            out.addmm_(h, up.T, alpha=scale)
+
+
+def pair_gradients(
+    grads_MD: Sequence[Tensor], h_MR: Tensor, ups: Sequence[Tensor | None], scale: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of h [M, R], and of the second matrix of each pair, from those of the outputs [M, D_i]."""
+    grad_h_MR, grad_ups = torch.empty_like(h_MR), []
+    for grad, up, h, grad_h in zip(grads_MD, ups, _parts(h_MR, ups), _parts(grad_h_MR, ups), strict=True):
+        if up is not None and h is not None and grad_h is not None:
+            torch.mm(grad, up, out=grad_h)
+            # of few columns: as this side, rows of the gradient are read as they lie
+            grad_ups.append((grad.T @ h).mul_(scale))
+    return grad_h_MR.mul_(scale), grad_ups
+
+
+def _parts(wide_MR: Tensor, ups: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of the columns of all pairs, those of each linear; None where it has no pair."""
+    parts = iter(wide_MR.split([up.shape[1] for up in ups if up is not None], dim=1))
+    return [None if up is None else next(parts) for up in ups]
 
 
 # ---- operators
@@ -124,13 +161,11 @@ def _forward(
 ) -> list[Tensor]:
     """The outputs, and h."""
     h_MR = x_MC @ down_RC.T
-    outs = []
-    parts = _parts(h_MR, ups)
-    for weight, bias, up, h in zip(weights, biases, ups, parts, strict=True):
-        out = x_MC @ weight.T if bias is None else torch.addmm(bias, x_MC, weight.T)
-        if up is not None and h is not None:
-            out.addmm_(h, up.T, alpha=scale)
-        outs.append(out)
+    outs = [
+        x_MC @ weight.T if bias is None else torch.addmm(bias, x_MC, weight.T)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    add_pairs(outs, h_MR, ups, scale)
     return [*outs, h_MR]
 
 
@@ -159,13 +194,7 @@ def _backward(
     wants_x: bool,
 ) -> list[Tensor]:
     """Gradients of the input (empty where it is not wanted), of all first matrices of pairs, and of each second one."""
-    grad_h_MR, grad_ups = torch.empty_like(h_MR), []
-    for grad, up, h, grad_h in zip(grads_MD, ups, _parts(h_MR, ups), _parts(grad_h_MR, ups), strict=True):
-        if up is not None and h is not None and grad_h is not None:
-            torch.mm(grad, up, out=grad_h)
-            # of few columns: as this side, rows of the gradient are read as they lie
-            grad_ups.append((grad.T @ h).mul_(scale))
-    grad_h_MR.mul_(scale)
+    grad_h_MR, grad_ups = pair_gradients(grads_MD, h_MR, ups, scale)
     grad_x = x_MC.new_empty(0)
     if wants_x:
         grad_x = grads_MD[0] @ weights[0]
@@ -188,9 +217,3 @@ def _backward_fake(
 ) -> list[Tensor]:
     grad_x = x_MC.new_empty(x_MC.shape if wants_x else 0)
     return [grad_x, x_MC.new_empty(down_RC.shape), *(x_MC.new_empty(up.shape) for up in ups if up is not None)]
-
-
-def _parts(wide_MR: Tensor, ups: list[Tensor | None]) -> list[Tensor | None]:
-    """Of the columns of all pairs, those of each linear; None where it has no pair."""
-    parts = iter(wide_MR.split([up.shape[1] for up in ups if up is not None], dim=1))
-    return [None if up is None else next(parts) for up in ups]

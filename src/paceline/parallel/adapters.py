@@ -13,13 +13,14 @@ With tp the second matrix of the first linears is cut by outputs and the first m
 their frozen matrices are; the other halves are whole, and the gradient of each rank is of its own tokens, or heads, and
 summed (`Shard.replicas`).
 
-Where the products are plain ones, in the dtype that the model computes in, and nothing is dropped, frozen products and
-pairs are one operation (`kernels/lora.py`).
+With tp = 1, where nothing is dropped and rows have no lengths of their own (DoRA), frozen products and pairs are one
+operation: `kernels/lora.py` where the products are plain ones in the dtype that the model computes in, and
+`kernels/lora_fp8.py` where they are in fp8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +32,24 @@ from paceline.models.lora import LoraLinear, narrow_products, square_norms, with
 from paceline.models.transformer import Transformer
 from paceline.parallel.collectives import Axis
 from paceline.parallel.linear import Meeting
+from paceline.parallel.low_precision import JoinedLinears
 from paceline.parallel.regions import gather_sequence, scatter_sum, sum_replicated
 from paceline.parallel.tensor import Sublayer, meeting_of
 
 Products = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def join_adapters(stage: Transformer, axis: Axis) -> None:
+def join_adapters(stage: Transformer, axis: Axis, in_fp8: Sequence[JoinedLinears] = ()) -> None:
     """Puts the pairs of a stage's linears around its products, in place. After everything that changes these; before
     recomputation and compilation.
 
     Args:
         axis: tp, over which tensors were cut.
+        in_fp8: the products of the stage that are in fp8, as `low_precision.use_fp8` gives them.
     """
+    if axis.size == 1:
+        for products in in_fp8:
+            _join_in_fp8(products)
     for name, module in stage.named_modules():
         if isinstance(module, GroupedQueryAttention | LatentAttention | FeedForward):
             meeting = None
@@ -53,9 +59,29 @@ def join_adapters(stage: Transformer, axis: Axis) -> None:
             _join_others(module, meeting)
 
 
+def _join_in_fp8(products: JoinedLinears) -> None:
+    """As one operation with the pairs, where that can be."""
+    adapted = [linear for linear in products.linears if isinstance(linear, LoraLinear)]
+    if not adapted or not products.frozen or not _plain(adapted):
+        return
+    products.add_pairs(adapted[0].adapter)
+    for linear in adapted:
+        linear.joined = True
+
+
+def _plain(adapted: Sequence[LoraLinear]) -> bool:
+    """Nothing but a pair of matrices."""
+    return not adapted[0].adapter.dropout and all(linear.lora_magnitude is None for linear in adapted)
+
+
 def _join_first(sublayer: Sublayer, meeting: Meeting | None) -> None:
     linears = sublayer.in_projs
-    adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
+    adapted = [linear for linear in linears if isinstance(linear, LoraLinear) and not linear.joined]
+    if any(isinstance(linear, LoraLinear) and linear.joined for linear in linears):
+        # in fp8 with their pairs; the sublayer's products ask those that are not one by one
+        for linear in adapted:
+            _join_one(linear, None)
+        return
     if not adapted:
         return
     replaced = "project" in vars(sublayer)
@@ -63,7 +89,7 @@ def _join_first(sublayer: Sublayer, meeting: Meeting | None) -> None:
     for linear in adapted:
         linear.joined = True
     switch, settings = adapted[0].adapter.switch, adapted[0].adapter
-    plain = not replaced and not settings.dropout and all(linear.lora_magnitude is None for linear in adapted)
+    plain = not replaced and _plain(adapted)
 
     def project(x: Tensor) -> tuple[Tensor, ...]:
         if not switch.on:
@@ -109,7 +135,7 @@ def _join_others(sublayer: Sublayer, meeting: Meeting | None) -> None:
     last = sublayer.down_proj if isinstance(sublayer, FeedForward) else sublayer.o_proj
     first = sublayer.in_projs
     for linear in sublayer.children():
-        if isinstance(linear, LoraLinear) and linear not in first:
+        if isinstance(linear, LoraLinear) and linear not in first and not linear.joined:
             _join_one(linear, meeting if linear is last else None)
 
 
@@ -119,7 +145,7 @@ def _join_one(linear: LoraLinear, meeting: Meeting | None) -> None:
     frozen: Callable[[Tensor], Tensor] = linear.forward
     linear.joined = True
     settings = linear.adapter
-    plain = not replaced and not settings.dropout and linear.lora_magnitude is None
+    plain = not replaced and _plain([linear])
 
     def forward(x: Tensor) -> Tensor:
         if not settings.switch.on:

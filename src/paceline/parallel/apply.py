@@ -89,6 +89,7 @@ def parallelize(
             fuse_experts(stage, config.expert_kernels, precision, device)
             if config.expert_dispatch == "all_gather":
                 gather_tokens(stage, mesh)
+        products: list[JoinedLinears] = []
         in_fp8: list[nn.Linear] = []
         if precision == "fp8":  # inside what recomputes
             flat, carried = config.engine == "flat", scales if options.history else None
@@ -103,7 +104,7 @@ def parallelize(
             accumulate_products(list(stage.blocks.values()), replaced=mesh.size("tp") > 1, but=in_fp8)
         if base_in == "nf4":
             base.add(keep_in_nf4(stage, mesh["tp"]))
-        join_adapters(stage, mesh["tp"])  # around whatever products have become
+        join_adapters(stage, mesh["tp"], products)  # around whatever products have become
         recompute(list(stage.blocks.values()), _recompute_modes(config, stage))  # wraps blocks, so before compile
         if config.compile:
             compile_blocks(list(stage.blocks.values()))  # per block: one graph, reused for every layer

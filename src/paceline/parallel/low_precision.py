@@ -97,8 +97,16 @@ class JoinedLinears:
         adapter = self._adapter
         if adapter is None or not adapter.switch.on:
             return fp8_linears(x, *self._matrices(), **self._options())
-        how = {"scaling": self.scaling, "cached": self.cached, "kernel": self.kernel, "delayed": self.delayed}
-        return lora_fp8_linears(x, *self._matrices(), *self._pairs(), adapter.scale, **how)
+        return lora_fp8_linears(
+            x,
+            *self._matrices(),
+            *self._pairs(),
+            adapter.scale,
+            scaling=self.scaling,
+            cached=self.cached,
+            kernel=self.kernel,
+            delayed=self.delayed,
+        )
 
     def add_pairs(self, adapter: AdapterSettings) -> None:
         """From now on outputs are with the pairs of these linears, which are frozen and whole on this rank."""

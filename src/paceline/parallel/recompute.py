@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 from paceline.config.parallel import RecomputeMode
 from paceline.errors import ConfigError
-from paceline.kernels import experts, flash4, lora
+from paceline.kernels import experts, flash4, lora, lora_fp8
 from paceline.parallel.ring import RING_OPERATION
 
 _SAVED_NAMES = (
@@ -120,7 +120,8 @@ def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **k
 def _saved_operations() -> frozenset[Any]:
     """Overloads of the operations above, as far as this torch has them, our ring attention, FlashAttention-4,
     our experts, and linears with adapters."""
-    found = [RING_OPERATION, experts.FORWARD_OPERATION, flash4.FORWARD_OPERATION, lora.FORWARD_OPERATION]
+    found = [RING_OPERATION, experts.FORWARD_OPERATION, flash4.FORWARD_OPERATION]
+    found += [lora.FORWARD_OPERATION, lora_fp8.FORWARD_OPERATION]
     for name in _SAVED_NAMES:
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
