@@ -11,7 +11,7 @@ The search ends when the largest expected improvement is small beside the noise 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,9 +21,10 @@ from paceline.tuner.belief import Array, Belief, Guess, Seen, expected_improveme
 from paceline.tuner.noise import deviation, least_gain
 from paceline.tuner.objective import Goal
 from paceline.tuner.room import Room
-from paceline.tuner.space import Key, Point, Space, key_of
+from paceline.tuner.space import Point, Space, key_of
 from paceline.tuner.suspects import Suspects
-from paceline.tuner.trial import Changes, Trial
+from paceline.tuner.trial import Trial
+from paceline.tuner.walk import pool
 
 ENOUGH = 0.003
 """Expected improvement, relative, that is worth a trial on a quiet machine."""
@@ -34,8 +35,6 @@ FITS_GPU, FITS_HOST = 0.3, 0.9
 out ends other programs."""
 _PER_CHANGE = 0.001
 """Improvement that each change must bring, in logarithms: of two alike the plainer recipe is tried."""
-_STEPS = 24
-"""Of a walk."""
 _WORTH_NAMING = 0.01
 """Of a step: what a part must save to be named."""
 _PARTS = {
@@ -50,9 +49,6 @@ _PARTS = {
     **{f"{axis}_communication": f"communication of {axis}" for axis in ("tp", "cp", "ep", "pp", "dp")},
 }
 """Parts of `costs.step.PARTS` for people."""
-
-
-Note = Callable[[Iterable[Point]], list[Point]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +194,14 @@ class Search:
                 expected_bytes=point.estimate.memory_bytes if known else None,
                 improvement=math.inf,
             )
-        pool = self._pool()
-        if not pool:
+        near = self._near()
+        if not near:
             return None
-        worth = self._worth(pool)
+        worth = self._worth(near)
         best = int(np.argmax(worth))
         if worth[best] < self._enough():
             return None
-        point = pool[best]
+        point = near[best]
         guess = self.time.guess([point])
         return Proposal(
             point=point,
@@ -255,46 +251,13 @@ class Search:
         limit = math.log(self.base.even_seconds / self.goal.speed)
         return normal_cdf((limit - times.mean) / times.deviation)
 
-    def _pool(self) -> list[Point]:
-        """Points to choose among: what walks downhill see, and what lies between the best and the walks' ends."""
-        tried = {key_of(trial.changes) for trial in self.trials}
-        seen: dict[Key, Point] = {}
-
-        def note(points: Iterable[Point]) -> list[Point]:
-            found = list(points)
-            for point in found:
-                seen.setdefault(point.key, point)
-            return found
-
-        note(self.space.named())
-        starts = [self.space.origin]
+    def _near(self) -> list[Point]:
+        """What has not been tried, around the base and the best so far."""
+        best = None
         if self.incumbent is not None and self.incumbent.changes:
             best = self.space.point(self.incumbent.changes)
-            starts += [best] if best is not None else []
-        ends = []
-        for start in starts[-2:]:
-            for optimism in (0.0, 1.0):
-                ends.append(self._downhill(start, optimism, note))
-        for start in starts:
-            for end in ends:
-                note(self._between(start, end))
-        for end in ends[:1]:
-            note(self.space.neighbours(end))
-        return [point for key, point in seen.items() if key not in tried]
-
-    def _downhill(self, start: Point, optimism: float, note: Note) -> Point:
-        """From neighbour to better neighbour, until none is."""
-        here, value = start, math.inf
-        for _ in range(_STEPS):
-            near = note(self.space.neighbours(here))
-            if not near:
-                return here
-            scores = self._score(near, optimism)
-            best = int(np.argmin(scores))
-            if scores[best] >= value - 1e-6:
-                return here
-            here, value = near[best], float(scores[best])
-        return here
+        tried = {key_of(trial.changes) for trial in self.trials}
+        return pool(self.space, best, tried, score=self._score, runs=self.suspects.runs)
 
     def _score(self, points: Sequence[Point], optimism: float) -> Array:
         """What a walk goes down: the value expected, with doubts of memory and of running as a price."""
@@ -304,24 +267,6 @@ class Search:
         price = np.log(np.maximum(self._fits(sizes) * self._fast_enough(times), 1e-6)) + 0.3 * np.log(runs + 1e-6)
         changes = np.array([len(point.changes) for point in points])
         return np.asarray(main.mean - optimism * main.deviation - 0.3 * price + _PER_CHANGE * changes)
-
-    def _between(self, start: Point, end: Point) -> Iterable[Point]:
-        """The end without each of its changes, with each alone, and with halves of them, the surest first."""
-        changed = [key for key in end.changes if end.changes[key] != start.changes.get(key)]
-        dropped = [key for key in start.changes if key not in end.changes]
-        changed.sort(key=lambda key: -self.suspects.runs({key: end.changes[key]}))
-        half = len(changed) // 2
-        subsets = [*([key] for key in changed), changed[:half], changed[half:], changed[::2], changed[1::2]]
-        subsets += [[key for key in changed if key != out] for out in changed]
-        for subset in subsets:
-            wanted: Changes = {**start.changes, **{key: end.changes[key] for key in subset}}
-            found = self.space.point(wanted)
-            if found is not None:
-                yield found
-        for key in dropped:
-            found = self.space.point({name: value for name, value in start.changes.items() if name != key})
-            if found is not None:
-                yield found
 
     def _why(self, point: Point) -> str:
         last = self.incumbent
