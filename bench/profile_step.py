@@ -93,11 +93,12 @@ def main() -> None:
             result = summarize(name_head(kernels(profiler, device)), wall)
             train = recipe.config.train
             tokens = train.global_batch_size * train.seq_len / info.world_size
+            flops = rates(recipe.config, device, parts.documents).flops_per_token or 0
             result |= {
                 "recipe": arguments.recipe,
                 "devices": f"{info.world_size} x {device_name(device)}",
                 "versions": versions(),
-                "model_tflop_per_step": (rates(recipe.config, device).flops_per_token or 0) * tokens / 1e12,
+                "model_tflop_per_step": flops * tokens / 1e12,
             }
             show(result)
             if arguments.out:
