@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.config.load import resolve
 from paceline.config.model import ModelConfig, MoEConfig
 from paceline.costs.demand import Demand, demand_of
 from paceline.costs.hardware import find_hardware
@@ -86,9 +87,26 @@ def test_epilogues_spare_the_activation_and_its_casts() -> None:
     assert demand(dispatcher_permutes=True).expert_memory_forward < apart.expert_memory_forward
 
 
+def test_weights_that_are_not_kept_in_eight_bits_are_cast_for_every_micro_batch() -> None:
+    kept, cast = demand(), demand(casts_weights=True)
+    assert cast.cast_forward > kept.cast_forward and cast.gemm_forward == kept.gemm_forward
+    more = demand(casts_weights=True, micro_batch_size=2).cast_forward - demand(micro_batch_size=2).cast_forward
+    assert more == pytest.approx(cast.cast_forward - kept.cast_forward)  # whatever the number of tokens
+    fp8 = {"model": {"preset": "llama3_1b"}, "train": {"precision": "fp8"}}
+    cached, at_each_use = (
+        Workload.of(resolve(fp8 | {"train": {"precision": "fp8", "fp8_weight_cache": on}}).config)
+        for on in (True, False)
+    )
+    sharded = Workload.of(resolve(fp8 | {"parallel": {"zero": 3}}).config)
+    assert (cached.casts_weights, at_each_use.casts_weights, sharded.casts_weights) == (False, True, True)
+
+
 def test_eight_bits_quicken_attention_and_head() -> None:
     assert demand(fp8_attention=True).attention_forward == pytest.approx(0.7 * demand().attention_forward)
-    assert demand(fp8_head=True).head_gemm < 0.7 * demand().head_gemm
+    narrow, wide = demand(fp8_head=True), demand()
+    assert narrow.head_gemm < 0.7 * wide.head_gemm and narrow.head_memory > wide.head_memory  # casts
+    recipe = {"model": {"preset": "llama3_1b"}, "train": {"precision": "fp8", "fp8_head": True}}
+    assert Workload.of(resolve(recipe).config).fp8_head
 
 
 @pytest.mark.parametrize("pattern", [0, 2])

@@ -180,6 +180,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
     # blocks of 32 or 16 elements are scaled along both dimensions: two casts where a tensor's scale needs one
     casts = {"fp8": 1.0, "mxfp8": 2.0, "nvfp4": 2.0}.get(work.precision, 0.0)
     casts *= 3.0 if work.fp8_rowwise else 1.0
+    cast_once = total.cast_elements + (total.weight_elements if work.casts_weights else 0.0)
     return Demand(
         micro_batches=work.micro_batches(cluster.gpus),
         pipeline=work.pp,
@@ -202,8 +203,8 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         memory_backward=total.elements_backward * byte,
         scores_forward=6.5 * total.score_elements * byte,
         scores_backward=7.0 * total.score_elements * byte,
-        cast_forward=2.0 * total.cast_elements * byte * casts,
-        cast_backward=2.0 * total.cast_elements * byte * casts,
+        cast_forward=2.0 * cast_once * byte * casts,
+        cast_backward=2.0 * cast_once * byte * casts,
         gemm_again=again[0],
         attention_again=again[1],
         memory_again=again[2] * byte,
@@ -247,8 +248,10 @@ def _head(work: Workload, tokens: float, rates: Rates) -> dict[str, float]:
     more = work.extra_head_forwards
     # logits written, cast, read for maximum, sum and gradient; 24 bytes each, fused 8
     per_logit = 8.0 if work.chunked_loss else 24.0
+    # to 8 bits: hidden states and gradients of logits, as of any linear, read and written forward and backward
+    casts = 4 * 2.0 * (model.hidden_size + vocab) if work.fp8_head else 0.0
     return {
         "head_gemm": depth * (forward + backward) + more * forward,
         # the maximum and the sum are a third of the passes
-        "head_memory": (depth + more / 3) * per_logit * tokens * vocab * 1e-12 / rates.hbm,
+        "head_memory": ((depth + more / 3) * per_logit * vocab + depth * casts) * tokens * 1e-12 / rates.hbm,
     }

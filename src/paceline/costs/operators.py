@@ -40,6 +40,8 @@ class Layer:
     """One pass over rows to which experts add biases."""
     score_elements: float = 0.0
     cast_elements: float = 0.0
+    weight_elements: float = 0.0
+    """Of all linears whose inputs are cast."""
     launches: float = 1.0
 
 
@@ -105,6 +107,7 @@ def _linear(
     layer.mlp_gemm_forward += forward if mlp else 0.0
     layer.up_gemm_forward += forward if up else 0.0
     layer.cast_elements += groups * tokens * (inputs + outputs)
+    layer.weight_elements += groups * inputs * outputs
 
 
 def _attention_linears(layer: Layer, spec: AttentionSpec, tokens: float, tp: int, rates: Rates) -> None:
@@ -182,6 +185,7 @@ def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: 
     layer.expert_elements_backward += moved
     if not work.expert_epilogues:
         layer.cast_elements += 0.0 if work.experts_in_bf16 else one.cast_elements
+        layer.weight_elements += 0.0 if work.experts_in_bf16 else one.weight_elements
         layer.expert_activation_elements += one.activation_elements
         layer.expert_elements_forward += one.elements_forward
         layer.expert_elements_backward += one.elements_backward

@@ -93,6 +93,8 @@ class Workload:
     fp8_head: bool = False
     """The head's product is in 8 bits too."""
     fp8_weight_cache: bool = False
+    casts_weights: bool = False
+    """Weights are cast to 8 bits at each use, not once a step."""
     fp8_rowwise: bool = False
     """A scale for each row of a product instead of one for a tensor."""
     frozen_weights: bool = False
@@ -148,6 +150,10 @@ class Workload:
             fused_weight_gradients=parallel.adds_weight_gradients,
             experts_in_bf16=not (train.fp8_experts and parallel.expert_kernels != "plain"),
             fused_experts=config.model.is_moe and parallel.expert_kernels != "plain",
+            fp8_head=train.precision == "fp8" and train.fp8_head,
+            casts_weights=train.precision == "fp8"
+            and not (train.fp8_weight_cache and parallel.zero <= 1)
+            and config.lora.base != "fp8",
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
             # without bf16 weights beside them, two copies in fp8 are as large as one in bf16
             fp8_weight_cache=train.precision == "fp8"
