@@ -204,6 +204,10 @@ def tune_jobs() -> list[Job]:
             _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _DELAYED, _FLASH4,
         ),
         job(
+            "8b_fp8_delayed_whole", "8b_fp8", _8B, "the same, head and loss of a micro-batch in one slice",
+            _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _DELAYED, _FLASH4, "train.loss_chunk_tokens=8192",
+        ),
+        job(
             "13b_tensor_none", "13b_bf16", tensor, "tensor parallel, micro-batches of 2, nothing recomputed",
             "train.micro_batch_size=2", "parallel.recompute=none",
         ),

@@ -105,6 +105,14 @@ def test_fp8_says_that_experts_stay_in_bf16() -> None:
     assert [finding.id for finding in check(recipe.config, recipe.registry, 1)] == ["config.fp8-experts"]
 
 
+def test_scales_of_earlier_steps_want_the_kernel() -> None:
+    sets = ["train.precision=fp8", "train.fp8_scaling=delayed"]
+    for kernel, found in (("torch", ["config.fp8-delayed-torch"]), ("triton", [])):
+        recipe = resolve({}, [*sets, f"train.fp8_cast_kernel={kernel}"])
+        ids = [finding.id for finding in check(recipe.config, recipe.registry, 1)]
+        assert [name for name in ids if "delayed" in name] == found
+
+
 def test_every_field_is_read_somewhere_or_refused() -> None:
     """A field that is accepted and ignored misleads: someone thinks it is on."""
     source = Path(__file__).parents[2] / "src" / "paceline"

@@ -223,3 +223,12 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
             evidence="Attention and dense MLPs are in fp8; with most of the work in experts, expect little from it.",
             next_step="Set train.fp8_experts = true and parallel.expert_kernels = 'grouped' or 'triton'.",
         )
+    train = config.train
+    if train.precision == "fp8" and train.fp8_scaling == "delayed" and train.fp8_cast_kernel == "torch":
+        yield Finding(
+            id="config.fp8-delayed-torch",
+            severity="note",
+            subject="train.fp8_scaling = 'delayed' saves nothing with train.fp8_cast_kernel = 'torch'",
+            evidence="A cast is then several operations, which the compiler does not fuse with others.",
+            next_step="Set train.fp8_cast_kernel = 'triton', or train.fp8_scaling = 'tensorwise'.",
+        )
