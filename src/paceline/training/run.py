@@ -15,43 +15,41 @@ from paceline.checkpoint.adapters import BaseReference
 from paceline.checkpoint.manager import CheckpointManager
 from paceline.checkpoint.ranks import Ranks
 from paceline.checkpoint.store import Checkpoint
-from paceline.checkpoint.weights import WeightSource
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import Recipe, dump_recipe
 from paceline.config.run import RunConfig
-from paceline.costs.layers import count_parameters
 from paceline.data.build import Datasets
 from paceline.errors import PacelineError
 from paceline.observe.events import RunFolder
-from paceline.observe.hooks import Hook, Hooks, RunEnd, RunStart
+from paceline.observe.hooks import Hook, Hooks, RunEnd
 from paceline.observe.phases import NO_PHASES
 from paceline.observe.progress import ProgressHook
 from paceline.observe.recorder import Recorder
 from paceline.observe.sinks import EventHook, SinkHook, build_sinks
-from paceline.report import units
 from paceline.report.console import make_console, print_findings
 from paceline.report.finding import Finding
-from paceline.runtime.device import choose_device, device_name
+from paceline.runtime.device import choose_device
 from paceline.runtime.log import logging_to
 from paceline.runtime.process import ProcessInfo, launch_findings, process_group
 from paceline.runtime.seed import seed_all, set_deterministic
 from paceline.runtime.signals import StopRequest
 from paceline.runtime.start_clock import StartClock
-from paceline.training.adapters import adapter_facts, begin_adapters, load_base
+from paceline.training.adapters import begin_adapters, load_base
+from paceline.training.ending import finish
 from paceline.training.exports import mark_outdated
 from paceline.training.feed import Feed, documents_of, open_datasets, samples_needed
-from paceline.training.foreign import Exporter, load_initial, open_weights
+from paceline.training.foreign import Exporter, load_initial
 from paceline.training.persist import RunSaver, restore
 from paceline.training.recording import build_capture, build_recorder
 from paceline.training.reference_cache import ReferenceCache
 from paceline.training.resume import Start, check_sample_order, claim_folder, find_start
-from paceline.training.samples import draw_samples, keep_tokenizer
-from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts, rates
+from paceline.training.samples import keep_tokenizer
+from paceline.training.setup import Parts, build_expert_meter, build_meter, build_parts
+from paceline.training.start_facts import run_start
 from paceline.training.start_up import StartUpHook
 from paceline.training.start_weights import load_reference
-from paceline.training.summary import Summary, summarize
 from paceline.training.trainer import Progress, Trainer
-from paceline.training.validate import Evaluation, Evaluator, with_prefix
+from paceline.training.validate import Evaluator
 
 log = logging.getLogger(__name__)
 
@@ -153,10 +151,19 @@ class _Run:
         error: BaseException | None = None
         reason = ""
         try:
-            opened.hooks.on_start(self._start_facts(opened))
+            opened.hooks.on_start(run_start(opened.parts, self.folder.path, opened.start.progress.step))
             reason = opened.trainer.run(self.stop)
             self.manager.close()
-            self._finish(opened, reason)
+            finish(
+                opened.parts,
+                opened.trainer,
+                opened.datasets,
+                self.folder,
+                self.registry,
+                reason=reason,
+                stop=self.stop,
+                start_up=self.clock.phases,
+            )
         except BaseException as raised:
             error = raised
             self._keep_trace(raised)
@@ -300,101 +307,6 @@ class _Run:
         if datasets.valid is None:
             return None
         return Evaluator(self.config, datasets.valid, staged=parts.staged, device=self.device)
-
-    def _finish(self, opened: _Opened, reason: str) -> None:
-        evaluation: Evaluation | None = None
-        samples: tuple[tuple[str, str], ...] = ()
-        opened.parts.engine.wait_for_weights()
-        if not reason:
-            evaluation = self._final_evaluation(opened)
-            if self.info.is_main and self.config.checkpoint.save_last:
-                samples = draw_samples(self.folder.path, self.config, self.device, self._open_base)
-        if self.info.is_main and self.folder.metrics_path.exists():
-            summary = self._summary(opened, evaluation, samples, reason)
-            summary.write(self.folder.path)
-
-    def _open_base(self, source: str) -> WeightSource:
-        return open_weights(Path(source), self.registry, self.config)
-
-    def _final_evaluation(self, opened: _Opened) -> Evaluation | None:
-        """On the test split where there is one, else on all of the validation data."""
-        evaluator = opened.trainer.evaluator
-        test = opened.datasets.test
-        if test is not None:
-            parts = opened.parts
-            evaluator = Evaluator(self.config, test, staged=parts.staged, device=self.device)
-        if evaluator is None:
-            return None
-        evaluation = evaluator.run(None, should_stop=lambda: bool(self.stop))
-        if self.info.is_main and evaluation is not None:
-            name = "test" if test is not None else "valid"
-            self.folder.write_event(
-                "evaluation",
-                step=self.config.train.steps,
-                whole=True,
-                **with_prefix(name, evaluation.values()),
-            )
-        return evaluation
-
-    def _summary(
-        self, opened: _Opened, evaluation: Evaluation | None, samples: tuple[tuple[str, str], ...], reason: str
-    ) -> Summary:
-        progress = opened.trainer.progress
-        return summarize(
-            self.folder.path,
-            steps=progress.step,
-            total_steps=self.config.train.steps,
-            tokens=progress.tokens,
-            stopped_by=reason,
-            parameters=count_parameters(self.config.model).total,
-            world_size=self.info.world_size,
-            devices=f"{self.info.world_size} x {device_name(self.device)}",
-            flops_per_token=rates(self.config, self.device, opened.parts.documents).flops_per_token,
-            evaluation=evaluation,
-            samples=samples,
-            made_up_tokens=self.config.data.is_synthetic,
-            is_score=self.config.model.has_score,
-            is_chat=self.config.task.reads_turns,
-            start_up=self.clock.phases,
-        )
-
-    def _start_facts(self, opened: _Opened) -> RunStart:
-        config, parts = self.config, opened.parts
-        count = count_parameters(config.model)
-        parameters = units.count(count.total)
-        if config.model.is_moe:
-            parameters += f", {units.count(count.active)} active"
-        train = config.train
-        micro = train.global_batch_size // (train.micro_batch_size * parts.mesh.dp_size)
-        facts = {
-            "model": f"{parameters} parameters" + (f" ({config.model.preset})" if config.model.preset else ""),
-            "batch": f"{train.global_batch_size} sequences of {train.seq_len} tokens, "
-            f"{micro} micro-batch{'es' * (micro > 1)} a rank",
-            "layout": f"{self.info.world_size} rank{'s' * (self.info.world_size > 1)}, {self._degrees(parts)}"
-            f"zero {config.parallel.zero} ({config.parallel.engine} engine), "
-            f"{train.precision}, gradients reduced in {config.parallel.reduce_dtype}",
-            "device": device_name(self.device),
-            **adapter_facts(config),
-            "run folder": str(self.folder.path),
-        }
-        return RunStart(
-            run_name=config.run.name,
-            run_dir=self.folder.path,
-            start_step=opened.start.progress.step,
-            total_steps=train.steps,
-            rank=self.info.rank,
-            world_size=self.info.world_size,
-            device=str(self.device),
-            recipe=config.model_dump(mode="json"),
-            facts=facts,
-        )
-
-    def _degrees(self, parts: Parts) -> str:
-        """The axes along which there is more than one rank, as "tp 2, pp 4, "; with the schedule of a pipeline."""
-        parallel = self.config.parallel
-        sizes = {axis: parts.mesh.size(axis) for axis in ("tp", "pp", "cp", "ep", "etp", "dp")}
-        more = {"pp": f" ({parallel.pipeline_schedule})", "cp": f" ({parallel.cp_method})"}
-        return "".join(f"{axis} {size}{more.get(axis, '')}, " for axis, size in sizes.items() if size > 1)
 
     def _phase(self, name: str) -> None:
         log.info("%s ready after %.1f s", name, self.clock.done(name))
