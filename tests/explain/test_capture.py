@@ -145,3 +145,44 @@ def test_kernels_are_owned_through_their_launches(tmp_path: Path) -> None:
     assert rows["", "optimizer"].calls == 1
     assert rows["blocks.*.attention.q_proj", "forward"].bytes_moved == 2 * (128 * 64 + 64 * 32)
     assert explain_traces([path]).data["attribution"][0]["rows"][0]["shapes"] == "128x64 64x32"
+
+
+def test_an_engine_span_without_a_number_and_an_operator_of_several_kernels(tmp_path: Path) -> None:
+    """As torch 2.11 writes them on a GPU: the node's own span has the number; FLOPs are of an operator's call."""
+
+    def span(name: str, start: float, length: float, category: str = "cpu_op", **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": 1, "args": more}
+
+    def launched(start: float, number: int) -> list[dict[str, Any]]:
+        kernel = span(f"cudnn_flash_{number}", 5000 + 200 * number, 100, "kernel", correlation=number)
+        return [span("cudaLaunchKernel", start, 1, "cuda_runtime", correlation=number), {**kernel, "tid": 7}]
+
+    query, key = [2, 8, 64, 16], [2, 2, 64, 16]
+
+    def attention(name: str, start: float, tensors: list[list[int]], is_causal: str, at: int) -> dict[str, Any]:
+        values = [is_causal if place == at else "" for place in range(16)]
+        return span(name, start, 30, **{"Input Dims": tensors, "Concrete Inputs": values})
+
+    name = "aten::_scaled_dot_product_cudnn_attention"
+    events = [
+        span("phase: forward", 0, 100, "user_annotation"),
+        span("module: blocks.0", 1, 90, "user_annotation"),
+        span("CompiledFunction", 2, 60, **{"Sequence number": 7}),
+        attention(name, 3, [query, key, key], "True", 6),
+        *launched(5, 1),
+        span("phase: backward", 200, 200, "user_annotation"),
+        span("autograd::engine::evaluate_function: CompiledFunctionBackward", 210, 150),
+        span("CompiledFunctionBackward", 212, 140, **{"Sequence number": 7}),
+        attention(f"{name}_backward", 215, [query, query, key, key], "True", 14),
+        *launched(216, 2), *launched(218, 3), *launched(220, 4),
+        attention(f"{name}_backward", 260, [query, query, key, key], "False", 14),
+        *launched(262, 5),
+    ]  # fmt: skip
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    found = attribute(path)
+    assert found.attributed == 1
+    modules = found.by_module()
+    forward, backward = modules["blocks.*", "forward"], modules["blocks.*", "backward"]
+    whole = 4.0 * 2 * 8 * 64 * 64 * 16
+    assert forward.flops == whole / 2 and (backward.calls, backward.flops) == (4, 2.5 * whole / 2 + 2.5 * whole)

@@ -40,6 +40,8 @@ class Owner:
     shapes: str
     flops: float
     bytes_moved: float
+    call: int
+    """Which call of the operator: it may launch several kernels."""
 
 
 @dataclass(kw_only=True)
@@ -138,10 +140,12 @@ def _attribute(threads: Mapping[Any, list[_Span]], kernels: Sequence[tuple[str, 
             elif not kernels and span.category == "cpu_op":
                 total += own
                 known += _add(rows, owner, NAMES[kind_index(span.name)], own, counted=not _has_operator(stack))
+    counted: set[int] = set()
     for name, category, seconds, correlation in kernels:
         owner = launches.get(correlation, _NOBODY)
         total += seconds
-        known += _add(rows, owner, NAMES[kind_index(name, category)], seconds, counted=True)
+        known += _add(rows, owner, NAMES[kind_index(name, category)], seconds, counted=owner.call not in counted)
+        counted.add(owner.call)
     return Attribution(
         rows=tuple(sorted(rows.values(), key=lambda row: -row.seconds)),
         seconds=total,
@@ -150,7 +154,7 @@ def _attribute(threads: Mapping[Any, list[_Span]], kernels: Sequence[tuple[str, 
     )
 
 
-_NOBODY = Owner(module="", phase="", operator="", shapes="", flops=0.0, bytes_moved=0.0)
+_NOBODY = Owner(module="", phase="", operator="", shapes="", flops=0.0, bytes_moved=0.0, call=0)
 
 
 def _add(rows: dict[Any, Row], owner: Owner, kind: str, seconds: float, *, counted: bool) -> float:
@@ -252,8 +256,8 @@ def _owner(
     if module and (backward is not None or phase == "backward"):
         phase = "recompute"
     elif backward is not None:
-        number = backward.arguments.get("Sequence number")
-        module = forward.get(number, "") if isinstance(number, int) else ""
+        number = _number(everything[everything.index(backward) :])
+        module = "" if number is None else forward.get(number, "")
         if not module and "AccumulateGrad" in backward.name:
             module = "gradient accumulation"
         phase = phase or "backward"
@@ -274,7 +278,15 @@ def _owner(
         shapes=_shapes(operator) if operator else "",
         flops=_flops(operator) if operator else 0.0,
         bytes_moved=_bytes(operator) if operator else 0.0,
+        call=id(operator or span),
     )
+
+
+def _number(backward: Sequence[_Span]) -> int | None:
+    """Of the forward operator that is undone: the engine's own span lacks it now and then (torch 2.11), the node's
+    span within has it."""
+    numbers = (span.arguments.get("Sequence number") for span in backward[:2])
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def _dims(span: _Span) -> list[list[int]]:
@@ -289,7 +301,8 @@ def _shapes(span: _Span) -> str:
 
 
 def _flops(span: _Span) -> float:
-    """Of a matrix product or fused attention, 2 a multiply-add, attention without regard to masks; 0 of others."""
+    """Of a matrix product or fused attention, 2 a multiply-add, half of it where attention is causal; other masks are
+    not regarded; 0 of others."""
     dims = _dims(span)
     name = span.name.removeprefix("aten::")
     if name in ("addmm", "baddbmm", "addmm_", "baddbmm_"):
@@ -299,10 +312,34 @@ def _flops(span: _Span) -> float:
         if not attention:
             return 0.0
         batch, heads, queries, width = dims[0]
-        return (10.0 if "backward" in name else 4.0) * batch * heads * queries * dims[1][2] * width
+        whole = (10.0 if "backward" in name else 4.0) * batch * heads * queries * dims[1][2] * width
+        return whole / 2 if _is_causal(name, span.arguments.get("Concrete Inputs")) else whole
     if len(dims) < 2 or len(dims[0]) < 2 or not dims[1]:
         return 0.0
     return 2.0 * math.prod(dims[0]) * (dims[1][-1] if len(dims[1]) > 1 else 1)
+
+
+_IS_CAUSAL = {
+    "scaled_dot_product_attention": 5,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_cudnn_attention_forward": 10,
+    "_cudnn_attention_backward": 14,
+    "_flash_attention_forward": 8,
+    "_flash_attention_backward": 11,
+}
+"""Which argument of torch's operators says so."""
+
+
+def _is_causal(name: str, values: object) -> bool:
+    at = _IS_CAUSAL.get(name)
+    return at is not None and isinstance(values, list) and len(values) > at and values[at] == "True"
 
 
 def _bytes(span: _Span) -> float:

@@ -49,7 +49,8 @@ def module_table(found: Attribution, title: str) -> Table:
         title=title,
         notes=(
             f"{found.attributed:.1%} of the {what} has an owner. FLOPs are of matrix products and fused attention "
-            "(without regard to masks), by the shapes of operators; * stands for all blocks.",
+            "(half of it where it is causal; other masks are not regarded), by the shapes of operators; * stands for "
+            "all blocks.",
         ),
     )
 
