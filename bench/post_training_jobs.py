@@ -79,6 +79,7 @@ _RUN = (
     "optim.warmup_steps=2",
 )
 _FP8 = ("train.precision=fp8", "train.fp8_cast_kernel=triton", "train.fp8_head=true")
+_DELAYED = "train.fp8_scaling=delayed"
 _ADAPTERS = ("lora.rank=16", "lora.alpha=32", "parallel.fused_weight_gradients=false")
 _EXPERTS = (
     "parallel.compile=true",
@@ -172,6 +173,7 @@ def lora_jobs(*, one_gpu: bool) -> list[Job]:
         first.ours("bf16", "bf16, nothing recomputed", plain),
         first.baseline("none"),
         first.ours("fp8", "frozen weights in fp8", plain, frozen8, precision="fp8"),
+        first.ours("fp8_delayed", "the same, scales of earlier steps", plain, frozen8, _DELAYED, precision="fp8"),
         first.baseline("full"),
         first.ours("lean", "bf16, selective recomputation", _RECOMPUTE["selective"]),
         whole.ours("bf16", "bf16, nothing recomputed", plain),
