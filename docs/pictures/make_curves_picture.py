@@ -26,7 +26,14 @@ Curves: TypeAlias = Mapping[str, Curve]
 HEIGHT = 320
 SMOOTH = 20
 REFERENCE, SEEDS = "fast", ("seed1", "seed2")
-TITLES = {"fast": "bf16", "off": "fast paths off", "fp8": "fp8", "seed1": "other seeds", "seed2": ""}
+TITLES = {
+    "fast": "bf16",
+    "off": "fast paths off",
+    "fp8": "fp8",
+    "fp8_delayed": "fp8, earlier scales",
+    "seed1": "other seeds",
+    "seed2": "",
+}
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #57606a }
   .title { font-size: 14px; font-weight: 600; fill: #24292f }
@@ -34,6 +41,7 @@ STYLE = """
   .fast { stroke: #2f7ed8; fill: none; stroke-width: 2 }
   .off { stroke: #d9822b; fill: none; stroke-width: 1.5 }
   .fp8 { stroke: #2da44e; fill: none; stroke-width: 1.5 }
+  .fp8_delayed { stroke: #8250df; fill: none; stroke-width: 1.5 }
   .seed1, .seed2 { stroke: #8c959f; fill: none; stroke-width: 1 }
   .band { fill: #8c959f; fill-opacity: .2 }
   @media (prefers-color-scheme: dark) {
@@ -79,7 +87,7 @@ def draw(curves: Curves) -> str:
     shade = band(curves)
     distances = {
         name: points
-        for name in ("off", "fp8")
+        for name in ("off", "fp8", "fp8_delayed")
         if name in curves and (points := distance(curves[name], curves[REFERENCE]))
     }
     reach = 1.1 * max([abs(value) for points in (shade, *distances.values()) for _, value in points] or [0.0]) or 1.0
