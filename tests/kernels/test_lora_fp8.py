@@ -216,3 +216,35 @@ def test_a_compiled_function_computes_the_same(scaled_by: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1024, 1003])
+@pytest.mark.parametrize("scaled_by", ["own", "earlier"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_it_equals_products_of_their_own(tokens: int, scaled_by: str, compiled: bool) -> None:
+    """Of three linears of one input with pairs, one larger than the others, also for rows that fill no tile."""
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
+        pytest.skip("needs a GPU with fp8")
+    sizes, rank, width = (1024, 256, 256), 16, 512
+    weights = [drawn(size, width, seed=size, learns=False).cuda() / 16 for size in sizes]
+    pairs = [(drawn(rank, width, seed=4), drawn(size, rank, seed=5)) for size in sizes]
+    given: Given = {
+        "weights": weights,
+        "biases": [None, None, None],
+        "downs": [(down.detach().cuda() / 16).requires_grad_() for down, _ in pairs],
+        "ups": [(up.detach().cuda() / 4).requires_grad_() for _, up in pairs],
+    }
+    x = drawn(tokens, width, learns=False).cuda().requires_grad_()
+    grads = [drawn(tokens, size, seed=size, learns=False).cuda() for size in sizes]
+    cached, found = cast_weights(weights, "tensorwise"), []
+    for function in (torch.compile(lora_fp8_linears) if compiled else lora_fp8_linears, lora_fp8_linears_reference):
+        pair = None
+        if scaled_by == "earlier":
+            known = torch.ones((), dtype=torch.bool)
+            states = [torch.tensor([factor, 1 / factor, 0.0, 0.0], device="cuda") for factor in (32.0, 4096.0)]
+            pair = DelayedPair(Delayed(states[0], known), Delayed(states[1], known))
+        outs = function(x, *given.values(), SCALE, scaling="tensorwise", kernel="triton", cached=cached, delayed=pair)
+        found.append([*outs, *torch.autograd.grad(outs, [x, *learned_of(given)], grads)])
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours - theirs).float().norm()) <= 2 * PLACE * float(theirs.float().norm())
