@@ -89,7 +89,7 @@ def ladder_jobs() -> list[Job]:
 
 _DATASET = ("data.train=data/demo-train", "data.valid=", "checkpoint.save_last=false", "checkpoint.interval=0")
 _TRAIN = (f"run.plugins=['{STEPS_PLUGIN}']", "observe.progress=lines", "observe.sample_prompts=[]")
-_8B, _1B = "recipes/llama3_8b.toml", "recipes/llama3_1b.toml"
+_8B, _8B_FP8, _1B = (f"recipes/{name}.toml" for name in ("llama3_8b", "llama3_8b_fp8", "llama3_1b"))
 _FP8, _FLASH4 = "train.precision=fp8", "train.attention_kernel=flash4"
 _PIPELINE = (
     "parallel.pp=2",
@@ -206,6 +206,11 @@ def tune_jobs() -> list[Job]:
         job(
             "8b_fp8_delayed_whole", "8b_fp8", _8B, "the same, head and loss of a micro-batch in one slice",
             _FP8, _TRITON, "parallel.recompute=none", _FP8_HEAD, _DELAYED, _FLASH4, "train.loss_chunk_tokens=8192",
+        ),
+        job("8b_fp8_recipe", "8b_fp8", _8B_FP8, "the recipe for fp8: scales of earlier steps, no bf16 weights beside"),
+        job("8b_fp8_recipe_flash4", "8b_fp8", _8B_FP8, "the same, FlashAttention-4", _FLASH4),
+        job("13b_fp8_delayed", "13b_fp8", low, "all in fp8, scales of earlier steps, FlashAttention-4",
+            _DELAYED, _FLASH4,
         ),
         job(
             "13b_tensor_none", "13b_bf16", tensor, "tensor parallel, micro-batches of 2, nothing recomputed",
