@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config.load import load_recipe, resolve
+from paceline.config.run import RunConfig
 from paceline.costs.demand import demand_of
 from paceline.costs.hardware import find_hardware
 from paceline.costs.memory import estimate as count_memory
@@ -67,10 +68,14 @@ def test_a_layer_of_experts_alone(kernels: str, compile_: bool, measured: float)
     assert GPU is not None
     work = Workload.of(resolve(tables).config)
     demand = demand_of(work, Cluster(gpu=GPU, gpus=1), (12.0,))
-    eager = PACELINE.eager_passes if demand.eager_experts else 1.0
     gemm = demand.expert_gemm_forward + demand.expert_gemm_backward
     memory = demand.expert_memory_forward + demand.expert_memory_backward
-    found = gemm / PACELINE.expert_gemm_efficiency + eager * memory / PACELINE.expert_hbm_efficiency
+    found = gemm / PACELINE.expert_gemm_efficiency
+    if kernels == "plain":
+        found += PACELINE.eager_passes * memory / PACELINE.expert_hbm_efficiency
+    else:
+        found += demand.expert_weights_backward / PACELINE.expert_weight_efficiency
+        found += (memory + demand.expert_accumulate / 12) / PACELINE.fused_expert_hbm_efficiency
     assert 1e3 * found == pytest.approx(measured, rel=0.08)
 
 
@@ -88,3 +93,40 @@ def test_fsdp_with_one_micro_batch(rung: str, seconds: float) -> None:
     estimate = predict(config, Cluster(gpu=GPU, gpus=1))
     assert estimate.seconds == pytest.approx(entry["bench"]["step_seconds"], rel=seconds)
     assert 1.0 <= estimate.memory_gib / entry["bench"]["peak_memory_gib"] <= 1.05
+
+
+def entry_of(file: str, name: str, *more: str) -> tuple[RunConfig, float]:
+    """The recipe of a bench's entry, without the machine's data, and the step that was measured."""
+    entry = json.loads((MEASURED / file).read_text())["entries"][name]
+    words = shlex.split(entry["command"])
+    recipe = next(word for word in words if word.endswith(".toml"))
+    sets = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
+    sets = [one for one in sets if not one.startswith(("data.", "run.plugins"))]
+    run = entry.get("bench") or entry["train"]
+    return load_recipe(str(MEASURED.parents[1] / recipe), [*sets, *more]).config, float(run["step_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        *(("moe_one_gpu.json", name) for name in ("table/qwen3", "table/qwen3_fp8", "table/deepseek", "table/mixtral")),
+        *(("dense_one_gpu.json", f"tune/8b_fp8_delayed{name}") for name in ("", "_flash4")),
+        *(("post_training_one_gpu.json", f"lora/lora_{name}") for name in ("bf16", "fp8")),
+    ],
+)
+def test_experts_delayed_scales_and_adapters(file: str, name: str) -> None:
+    """Within 5 %. All were seen when the arithmetic was mended; numbers were taken from kernels of the first and the
+    third alone. Conversations are what bench/post_training_data.py makes."""
+    config, seconds = entry_of(file, name, "data.document_tokens=2021")
+    if file != "post_training_one_gpu.json":
+        config, seconds = entry_of(file, name)
+    assert GPU is not None
+    assert predict(config, Cluster(gpu=GPU, gpus=1)).seconds == pytest.approx(seconds, rel=0.05)
+
+
+def test_scales_of_earlier_steps_save_what_was_measured() -> None:
+    """1.002 to 0.970 s: one reading less of inputs, gradients and logits."""
+    assert GPU is not None
+    slow, fast = (entry_of("dense_one_gpu.json", f"tune/8b_fp8_{name}") for name in ("triton_head", "delayed"))
+    before, after = (predict(config, Cluster(gpu=GPU, gpus=1)).seconds for config, _ in (slow, fast))
+    assert before - after == pytest.approx(slow[1] - fast[1], abs=0.008)

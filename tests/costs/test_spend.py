@@ -160,3 +160,37 @@ def test_gradients_that_are_reduced_after_the_backward_pass_hide_behind_nothing(
         hidden, shown = (spend(demand, profile)["dp_communication"] for profile in (behind, after))
         assert hidden == shown if same else shown > 2 * hidden
         assert seconds(demand, after) - seconds(demand, behind) == pytest.approx(shown - hidden)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_host_that_runs_ahead_lends_from_one_pass_to_the_other(ahead: bool) -> None:
+    """Launches that take 1.5 forward passes are hidden behind forward and backward together; those of 4 are not."""
+    work = Workload(model=MODEL, seq_len=2048, micro_batch_size=8, global_batch_size=32)
+    demand = demand_of(work, cluster(1), (16.0,))
+    device = spend(demand, PLAIN)
+    layer = (device["gemm"] + device["attention"] + device["memory_bound"]) / (4 * 16) / 3
+
+    def launch(times: float) -> float:
+        return float(spend(demand, replace(PLAIN, host_runs_ahead=ahead, launch_us=times * layer * 1e6))["launch"])
+
+    assert (launch(1.4) == 0) == ahead
+    assert launch(4.0) > 0
+
+
+def test_experts_of_our_kernels_cost_the_same_passes_in_every_split() -> None:
+    """Sums of gradients are read and written by the product: as many bytes whatever the micro-batch, twice as often."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=512, num_heads=8, vocab_size=256, max_seq_len=1024, num_experts=16, top_k=2
+    )
+    work = Workload(model=model, seq_len=1024, micro_batch_size=1, global_batch_size=8, fused_experts=True)
+    one, two = (demand_of(replace(work, micro_batch_size=size), cluster(1), (2.0,)) for size in (1, 2))
+    assert (
+        one.expert_accumulate
+        == two.expert_accumulate
+        > 0
+        == demand_of(replace(work, fused_experts=False), cluster(1), (2.0,)).expert_accumulate
+    )
+    assert two.expert_weights_backward == pytest.approx(2 * one.expert_weights_backward)
+    frozen = demand_of(replace(work, frozen_weights=True), cluster(1), (2.0,))
+    assert frozen.expert_weights_backward == 0
+    assert frozen.head_gemm < one.head_gemm

@@ -108,3 +108,14 @@ def test_unknown_profiles_are_refused_by_name() -> None:
     assert find_profile("nanotron").title == "nanotron"
     with pytest.raises(ConfigError, match="no profile 'megatrn'"):
         find_profile("megatrn")
+
+
+def test_attention_ends_with_a_document() -> None:
+    """Rows of 8k with documents of 2k: a quarter of the keys, each at a short sequence's rate; whole rows otherwise."""
+    whole, shared, longer = (
+        predict(replace(WORK, document_tokens=tokens), cluster("H200 SXM", 16)) for tokens in (0, 2048, 9000)
+    )
+    assert longer == whole
+    rates = (1 + 900 / 2048) / (1 + 900 / 8192)
+    assert shared.parts["attention"] == pytest.approx(whole.parts["attention"] * rates / 4)
+    assert shared.tflops_per_gpu * shared.seconds < whole.tflops_per_gpu * whole.seconds

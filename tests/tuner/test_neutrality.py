@@ -81,7 +81,9 @@ def test_every_switch_has_a_class_and_what_narrows_is_of_the_last() -> None:
         for value in setting.values:
             found = by_setting(base, with_changes(base, {setting.key: value, "train.precision": "fp8"}), 2)
             assert set(found.values()) <= set(CLASSES)
-            narrows = value in ("bf16", "fp8", "tensorwise", "all_gather") or setting.key.startswith("train.fp8_head")
+            narrows = value in ("bf16", "fp8", "tensorwise", "delayed", "all_gather") or setting.key.startswith(
+                "train.fp8_head"
+            )
             if narrows and setting.key in found:
                 assert found[setting.key] == "precision", (setting.key, value)
 

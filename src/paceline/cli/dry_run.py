@@ -166,10 +166,16 @@ def _work(config: RunConfig, world_size: int, reason: str, documents: Documents 
             f"on each rank, of {train.micro_batch_size} sequence{'s' * (train.micro_batch_size > 1)}",
         ),
         ("tokens of the run", units.count(tokens * train.steps), f"{train.steps:,} steps"),
+        *([] if documents is None else [_document_row(documents)]),
         ("FLOPs a token", f"{units.count(flops)}", f"forward and backward, {seen}, no recomputation"),
         ("FLOPs of the run", f"{flops * tokens * train.steps:.3g}", "FLOPs a token x tokens"),
     ]
     return table(("run", "", ""), rows)
+
+
+def _document_row(documents: Documents) -> tuple[str, str, str]:
+    around = documents.tokens_around
+    return "a token's document", f"{around:,.0f} tokens", f"in the mean; for plan: data.document_tokens={around:.0f}"
 
 
 def _memory(config: RunConfig, memory: MemoryEstimate) -> Table:

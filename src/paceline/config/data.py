@@ -65,6 +65,10 @@ class DataConfig(Section):
     """`megatron` is bit-compatible with Megatron-LM; `epoch` does not depend on the length of the run."""
     reset_at_document_ends: bool = False
     """Positions start again, and attention stops, at each document's end."""
+    document_tokens: float = Field(0.0, ge=0)
+    """For `paceline plan`, which does not read data: the length of the document that a token lies in, in the mean over
+    the tokens of rows that documents share without seeing each other. `paceline train --dry-run` prints it of data that
+    are there; 0 = attention is counted over whole rows."""
     eod_mask_loss: bool = False
     """No loss where the input token is the end-of-document token."""
     cache_dir: str = ""

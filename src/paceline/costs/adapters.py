@@ -38,6 +38,37 @@ def count_learned(config: RunConfig) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if not lora.on or lora.learns(name))
 
 
+@lru_cache(maxsize=64)
+def layer_channels(model: ModelConfig, lora: LoraConfig) -> float:
+    """Channels a token that adapters of a layer pass through memory, over the layers' mean.
+
+    Of a linear from C to D: its output is read, added to and written, and its gradient read for either matrix, 4 D; its
+    input is read forward and for the first matrix's gradient, and its own gradient read, added to and written, 4 C.
+    Linears that read the same input join their first products (`parallel/adapters.py`): its C counts once. With DoRA
+    the output is scaled as well, there and back: 4 D more.
+    """
+    total = 0.0
+    for block in model.blocks():
+        inputs: dict[str, int] = {}
+        for name, (outputs, width) in _matrices(model, block, lora).items():
+            total += (8 if lora.dora else 4) * outputs
+            inputs[_SAME_INPUT.get(name, name)] = width
+        total += 4 * sum(inputs.values())
+    return total / max(1, model.num_layers)
+
+
+_SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "kv_down_proj": "q_down_proj", "up_proj": "gate_proj"}
+
+
+def _matrices(model: ModelConfig, block: BlockSpec, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linears with adapters, by name."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in block_shapes(model, block).items():
+        if lora.adapts(f"blocks.0.{name}") and len(shape) == 2:
+            found[name.removesuffix(".weight").rpartition(".")[2]] = (shape[0], shape[1])
+    return found
+
+
 def frozen_layer_bytes(config: RunConfig) -> float:
     """Bytes of an element of the layers' frozen weights, in the mean; 0 where they are kept as they are computed with.
 
@@ -80,7 +111,7 @@ def step_flops_per_token(
 
 def adapted_flops_per_token(
     model: ModelConfig,
-    seq_len: int,
+    seq_len: float,
     adapters: int,
     convention: Convention = "causal",
     documents: Documents | None = None,

@@ -50,6 +50,8 @@ class Demand:
     expert_gemm_forward: Number
     """Grouped products of experts, not in `gemm_forward`."""
     expert_gemm_backward: Number
+    expert_weights_backward: Number
+    """Of those, gradients of weights by a kernel of their own, not in `expert_gemm_backward`."""
     expert_memory_forward: Number
     """Permutations and activations of routed rows, not in `memory_forward`."""
     expert_memory_backward: Number
@@ -79,6 +81,8 @@ class Demand:
     """1: not compiled."""
     eager_experts: Number
     """1: nor have its experts kernels of their own."""
+    fused_experts: Number
+    """1: they have."""
     launches: Number
     """Operators of a layer relative to those of a dense one."""
 
@@ -147,7 +151,9 @@ class Demand:
     host_update: Number
     """... and the update by the host's processors, seconds at the rate of `Cluster.host_gb_per_s`."""
     accumulate: Number
-    """Seconds at HBM's rate of adding a micro-batch's gradients to the sum."""
+    """Seconds at HBM's rate of adding a micro-batch's gradients to the sum, ..."""
+    expert_accumulate: Number
+    """... and those of experts, where a kernel of their own does it."""
 
 
 def stacked(demands: Sequence[Demand]) -> Demand:
@@ -180,7 +186,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
     # blocks of 32 or 16 elements are scaled along both dimensions: two casts where a tensor's scale needs one
     casts = {"fp8": 1.0, "mxfp8": 2.0, "nvfp4": 2.0}.get(work.precision, 0.0)
     casts *= 3.0 if work.fp8_rowwise else 1.0
-    cast_once = total.cast_elements + (total.weight_elements if work.casts_weights else 0.0)
+    cast_once = _cast_share(work) * total.cast_elements + (total.weight_elements if work.casts_weights else 0.0)
     return Demand(
         micro_batches=work.micro_batches(cluster.gpus),
         pipeline=work.pp,
@@ -190,10 +196,11 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         layers_inside=max((*layers_by_rank[: work.head_rank], *layers_by_rank[work.head_rank + 1 :]), default=0.0),
         layers_last=layers_by_rank[work.head_rank],
         forwards=2.0 if work.reference_forward else 1.0,
-        gemm_forward=total.gemm_forward,
-        gemm_backward=wanted * total.gemm_backward,
+        gemm_forward=total.gemm_forward + total.adapters_forward,
+        gemm_backward=wanted * total.gemm_backward + total.adapters_backward,
         expert_gemm_forward=total.expert_gemm_forward,
-        expert_gemm_backward=wanted * total.expert_gemm_backward,
+        expert_gemm_backward=(1.0 if work.fused_experts else wanted) * total.expert_gemm_backward,
+        expert_weights_backward=0.0 if work.frozen_weights else total.expert_weights_backward,
         expert_memory_forward=total.expert_elements_forward * byte,
         expert_memory_backward=total.expert_elements_backward * byte,
         expert_biases=total.expert_bias_elements * byte,
@@ -213,6 +220,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         ultra=float(cluster.gpu.is_ultra),
         eager=float(not work.compile),
         eager_experts=float(not work.compile and not work.fused_experts),
+        fused_experts=float(work.fused_experts),
         launches=total.launches,
         **tensor_parallel(work, cluster, tokens),
         **context_parallel(work, cluster, tokens),
@@ -232,7 +240,14 @@ _OF_WEIGHTS = (
     "host_up",
     "host_update",
     "accumulate",
+    "expert_accumulate",
 )
+
+
+def _cast_share(work: Workload) -> float:
+    """Of what a cast of an input or a gradient moves, 6 bytes an element: read for its largest number, read, written,
+    and written transposed for the gradient of a weight."""
+    return (6.0 - 2.0 * work.fp8_delayed - 1.0 * work.frozen_weights) / 6.0
 
 
 def _head_rows(work: Workload) -> float:
@@ -243,13 +258,17 @@ def _head_rows(work: Workload) -> float:
 def _head(work: Workload, tokens: float, rates: Rates) -> dict[str, float]:
     model, vocab = work.model, _head_rows(work)
     rate = rates.linear if work.fp8_head else rates.bf16
-    forward, backward = linear_seconds(tokens, model.hidden_size, vocab, rate, rates.hbm, rates.multiprocessors)
+    forward, backward = linear_seconds(
+        tokens, model.hidden_size, vocab, rate, rates.hbm, rates.multiprocessors, fixed_inner=rates.fixed_inner
+    )
+    if work.frozen_weights:
+        backward *= 0.5  # no gradient of its weight
     depth = 1 + model.mtp_layers
     more = work.extra_head_forwards
     # logits written, cast, read for maximum, sum and gradient; 24 bytes each, fused 8
     per_logit = 8.0 if work.chunked_loss else 24.0
     # to 8 bits: hidden states and gradients of logits, as of any linear, read and written forward and backward
-    casts = 4 * 2.0 * (model.hidden_size + vocab) if work.fp8_head else 0.0
+    casts = 4 * 2.0 * (model.hidden_size + vocab) * _cast_share(work) if work.fp8_head else 0.0
     return {
         "head_gemm": depth * (forward + backward) + more * forward,
         # the maximum and the sum are a third of the passes

@@ -85,6 +85,12 @@ class Documents:
     tokens: int
     """Of the rows, with what fills them up, which attends to nothing."""
 
+    @property
+    def tokens_around(self) -> float:
+        """Length of the document that a token of them lies in, in the mean; 0 without documents."""
+        inside = sum(length * count for length, count in self.counts.items())
+        return sum(length**2 * count for length, count in self.counts.items()) / max(1, inside)
+
     def keys_per_token(self, window: int, convention: Convention) -> float:
         """Keys that a token of the rows meets on average."""
         met = sum(
@@ -193,7 +199,7 @@ def moe_parameters(spec: MoESpec, *, active: bool = False) -> int:
 
 
 def token_flops(
-    model: ModelConfig, seq_len: int, convention: Convention = "causal", documents: Documents | None = None
+    model: ModelConfig, seq_len: float, convention: Convention = "causal", documents: Documents | None = None
 ) -> TokenFlops:
     """Forward FLOPs of one token in a sequence of `seq_len`, averaged over its positions.
 
@@ -226,7 +232,7 @@ def token_flops(
 
 
 def training_flops_per_token(
-    model: ModelConfig, seq_len: int, convention: Convention = "causal", documents: Documents | None = None
+    model: ModelConfig, seq_len: float, convention: Convention = "causal", documents: Documents | None = None
 ) -> float:
     """Model FLOPs of one token, forward and backward: three times the forward.
 
@@ -235,7 +241,7 @@ def training_flops_per_token(
     return token_flops(model, seq_len, convention, documents).training
 
 
-def score_flops(spec: AttentionSpec, seq_len: int, convention: Convention) -> float:
+def score_flops(spec: AttentionSpec, seq_len: float, convention: Convention) -> float:
     """Forward FLOPs of the attention core for one token: 2 * keys * heads * (query-key width + value width)."""
     return _score_flops(spec, keys_per_token(seq_len, spec.sliding_window, convention))
 
@@ -244,7 +250,7 @@ def _score_flops(spec: AttentionSpec, keys: float) -> float:
     return 2 * keys * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim)
 
 
-def keys_per_token(seq_len: int, window: int, convention: Convention) -> float:
+def keys_per_token(seq_len: float, window: int, convention: Convention) -> float:
     """Keys that a token meets on average.
 
     causal: s / 2 (the mean of 1 ... s without its + 1/2, as is usual); in a window w < s, w (1 - w / 2s): the first w

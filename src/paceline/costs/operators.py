@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from paceline.config.model import AttentionSpec, BlockSpec, FeedForwardSpec, MoESpec
 from paceline.costs.layers import score_flops
-from paceline.costs.roofline import linear_seconds
+from paceline.costs.roofline import FIXED_INNER, HBM_SHARE, PERSISTENT_INNER, gemm_seconds, linear_seconds
 from paceline.costs.workload import Cluster, Workload
 
 
@@ -22,8 +22,13 @@ class Layer:
     gemm_backward: float = 0.0
     expert_gemm_forward: float = 0.0
     expert_gemm_backward: float = 0.0
+    expert_weights_backward: float = 0.0
+    """Of gradients of experts' weights by a kernel of their own, not in `expert_gemm_backward`."""
     expert_elements_forward: float = 0.0
     expert_elements_backward: float = 0.0
+    adapters_forward: float = 0.0
+    """Seconds of adapters' products."""
+    adapters_backward: float = 0.0
     mlp_gemm_forward: float = 0.0
     """Of dense MLPs."""
     up_gemm_forward: float = 0.0
@@ -52,6 +57,8 @@ class Rates:
     bf16: float
     hbm: float
     multiprocessors: int
+    fixed_inner: int = FIXED_INNER
+    """What a tile takes beside its inner dimension (`costs/roofline.py`)."""
 
 
 def rates_of(work: Workload, cluster: Cluster) -> Rates:
@@ -64,7 +71,14 @@ def rates_of(work: Workload, cluster: Cluster) -> Rates:
         linear = 0.85 * gpu.fp4 * gpu.fp8_matmul_share
     elif work.precision == "fp32":
         linear = bf16 = (gpu.tf32 or gpu.fp32 or bf16 / 8) * gpu.matmul_share
-    return Rates(linear=linear, bf16=bf16, hbm=gpu.memory_tb_per_s, multiprocessors=gpu.multiprocessors)
+    persistent = work.persistent_products and gpu.fp8 is not None
+    return Rates(
+        linear=linear,
+        bf16=bf16,
+        hbm=gpu.memory_tb_per_s,
+        multiprocessors=gpu.multiprocessors,
+        fixed_inner=PERSISTENT_INNER if persistent else FIXED_INNER,
+    )
 
 
 def layer_of(work: Workload, block: BlockSpec, tokens: float, rates: Rates) -> Layer:
@@ -81,6 +95,11 @@ def layer_of(work: Workload, block: BlockSpec, tokens: float, rates: Rates) -> L
     rotary *= 2 if spec.qk_norm else 1
     layer.elements_forward += residual + (rotary if work.model.position == "rope" else 0.0)
     layer.elements_backward += 1.6 * residual + (rotary if work.model.position == "rope" else 0.0)
+    if work.adapters:
+        # narrow products, as fast as what is wide of them can be read and written: of 4 C and 4 D forward C and 2 D
+        whole = 2.0 * tokens * work.adapter_channels / tp / (HBM_SHARE * 1e12 * rates.hbm)
+        layer.adapters_forward += 0.375 * whole
+        layer.adapters_backward += 0.625 * whole
     if isinstance(block.feed_forward, MoESpec):
         _experts(layer, work, block.feed_forward, tokens, rates)
     else:
@@ -99,8 +118,9 @@ def _linear(
     up: bool = False,
     groups: int = 1,
 ) -> None:
-    """Of ``groups`` alike, together."""
-    device = (rates.linear, rates.hbm, rates.multiprocessors, groups)
+    """Of ``groups`` alike, together: grouped products, which are not cuBLAS's."""
+    inner = rates.fixed_inner if groups == 1 else FIXED_INNER
+    device = (rates.linear, rates.hbm, rates.multiprocessors, groups, inner)
     forward, backward = linear_seconds(tokens, inputs, outputs, *device)
     layer.gemm_forward += forward
     layer.gemm_backward += backward
@@ -136,9 +156,11 @@ place of 0.74 PFLOP/s forward); assumed for the backward pass."""
 
 def _scores(layer: Layer, work: Workload, spec: AttentionSpec, tokens: float, rates: Rates) -> None:
     whole = not work.fused_attention
-    flops = score_flops(spec, work.seq_len, "full" if whole else "causal") * tokens / work.tp
+    # scores that are materialised are those of whole rows
+    seen = work.seq_len if whole else work.seen_tokens
+    flops = score_flops(spec, seen, "full" if whole else "causal") * tokens / work.tp
     # short sequences and narrow heads fill a fused kernel badly: 374, 460, 522 and 547 TFLOP/s at 2k, 4k, 8k and 32k
-    length = 1.0 if whole else 1.0 + 900.0 / work.seq_len
+    length = 1.0 if whole else 1.0 + 900.0 / seen
     width = 1.0 if whole or spec.v_head_dim >= 96 else 1.15
     if work.flash4:
         width = FLASH4 if spec.v_head_dim >= 96 else FLASH4 * 1.05
@@ -172,15 +194,24 @@ def _mlp(
 def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: Rates) -> None:
     """Rows of this rank, evenly over its experts; permutations there and back."""
     here = max(1, round(spec.num_experts / work.ep))
-    rows = tokens / work.tp * work.etp * spec.top_k
+    own = tokens / work.tp * work.etp
+    rows = own * spec.top_k
     expert = spec.expert
     one = Layer()
     narrow = replace(rates, linear=rates.bf16) if work.experts_in_bf16 else rates
     _mlp(one, expert, rows / here, work.etp, narrow, groups=here)
     layer.expert_gemm_forward += one.gemm_forward
-    layer.expert_gemm_backward += one.gemm_backward
-    # permute, send, receive, and back with the weighted sum; in kernels of their own a copy, and the sum
-    moved = (4 if work.fused_experts or work.dispatcher_permutes else 8) * rows * spec.hidden_size
+    if work.fused_experts:
+        layer.expert_gemm_backward += _rows_backward(expert, rows / here, work.etp, narrow, here)
+        # as many operations as forward, at the device's best
+        layer.expert_weights_backward += 2 * rows * _expert_weights(expert) / work.etp / (narrow.linear * 1e12)
+        # tokens are read and rows written, and rows read and tokens written; what is received is put in order, and back
+        moved = (2 * (rows + own) + 4 * rows * (work.ep > 1)) * spec.hidden_size
+        one.elements_backward += rows * expert.ffn_size / work.etp  # its output again, for the last matrix's gradient
+    else:
+        layer.expert_gemm_backward += one.gemm_backward
+        # permute, send, receive, and back with the weighted sum
+        moved = (4 if work.dispatcher_permutes else 8) * rows * spec.hidden_size
     layer.expert_elements_forward += moved
     layer.expert_elements_backward += moved
     if not work.expert_epilogues:
@@ -190,17 +221,31 @@ def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: 
         layer.expert_elements_forward += one.elements_forward
         layer.expert_elements_backward += one.elements_backward
     layer.expert_bias_elements += rows * spec.hidden_size * expert.bias * (0.3 if work.expert_epilogues else 1)
-    layer.launches += 1.5
+    # kernels of a layer: 140 with experts' own, 108 of a dense one (profiles in docs/measured)
+    layer.launches += 0.5 if work.fused_experts else 1.5
     _linear(layer, tokens / work.tp, spec.hidden_size, spec.num_experts, rates)
     if spec.shared is not None:
         _mlp(layer, spec.shared, tokens, work.tp, rates)
+
+
+def _rows_backward(spec: FeedForwardSpec, rows: float, tp: float, rates: Rates, groups: int) -> float:
+    """Seconds of the two products that give the gradients of inputs, for ``rows`` of each of ``groups``."""
+    device = (rates.linear, rates.hbm, rates.multiprocessors, groups)
+    inputs, width = (2 if spec.gated else 1), spec.ffn_size / tp
+    down = gemm_seconds(rows, width, spec.hidden_size, *device)
+    return down + gemm_seconds(rows, spec.hidden_size, inputs * width, *device)
+
+
+def _expert_weights(spec: FeedForwardSpec) -> float:
+    return (3 if spec.gated else 2) * float(spec.hidden_size * spec.ffn_size)
 
 
 def recomputed(work: Workload, layer: Layer) -> tuple[float, float, float, float]:
     """Seconds of products and of attention, elements, and share of the forward's communication."""
     if work.recompute == "full":
         elements = layer.elements_forward + layer.expert_elements_forward + 6.5 * layer.score_elements
-        return layer.gemm_forward + layer.expert_gemm_forward, layer.attention_forward, elements, 1.0
+        gemm = layer.gemm_forward + layer.expert_gemm_forward + layer.adapters_forward
+        return gemm, layer.attention_forward, elements, 1.0
     if work.recompute == "none":
         return 0.0, 0.0, 0.0, 0.0
     modules = set(work.recompute_modules)

@@ -38,6 +38,11 @@ class Profile:
     """Of the best, in grouped products of experts."""
     expert_hbm_efficiency: Number = 0.5
     """Of HBM's rate, in permutations and activations of routed rows."""
+    expert_weight_efficiency: Number = 0.6
+    """Of the best, in gradients of experts' weights by a kernel that adds them to the sums (`Workload.fused_experts`,
+    Paceline's alone); it computes at one rate whatever the rows of an expert, and its traffic comes on top."""
+    fused_expert_hbm_efficiency: Number = 0.85
+    """Of HBM's rate, in such kernels: rows copied, activated and summed, and sums of gradients read and written."""
     expert_bias_passes: Number = 8.0
     """Passes over an expert's output (at 16 bits), forward and backward, where experts have biases. Megatron-Core adds
     them expert by expert in fp32, scaled, and casts back: 14 passes forward and 20 backward, by its operators."""
@@ -65,6 +70,9 @@ class Profile:
     # ---- time: what a host and the network take whatever the size
     launch_us: Number = 200.0
     """Of the host, for a layer forward; backward takes as long. A step cannot be faster than its launches."""
+    host_runs_ahead: bool = False
+    """Nothing makes the host wait inside of a step: while the device is busy with a backward pass, the next forward is
+    launched, so that only both together can be too short. False: each pass by itself."""
     call_us: Number = 15.0
     """A collective of tensor or expert parallelism at size zero."""
     wide_call_us: Number = 30.0
@@ -164,20 +172,25 @@ PACELINE = Profile(
     name="paceline",
     title="Paceline",
     cut="cost",
-    gemm_efficiency=0.93,
+    gemm_efficiency=0.91,
     attention_efficiency=0.61,
     hbm_efficiency=0.65,
     # counted: rotary positions take five times the passes, a gated activation 5 and 9 of its width for 3 and 5
     eager_passes=1.7,
     # counted: scores pass 32 bytes an element through memory (scaled, masked, cast up, softmax, cast down), not 13
     score_efficiency=0.3,
-    # layers of experts alone on one H200, tokens routed at random (docs/measured/moe_products.json): 5.4 and 5.7 ms
-    # with kernels of ours, 8.4 with operations of torch; no whole step is measured
-    expert_gemm_efficiency=0.8,
+    # kernels of two whole steps on one H200 (docs/measured/moe_one_gpu.json: profile/qwen3, profile/deepseek): products
+    # of rows 532 and 592 TFLOP/s, of gradients of weights about 480 beside 4.1 TB/s of sums; rows copied, activated and
+    # summed at 3.8 to 4.3 TB/s. With operations of torch: as a layer alone (docs/measured/moe_products.json: 8.4 ms)
+    expert_gemm_efficiency=0.85,
+    expert_weight_efficiency=0.61,
     expert_hbm_efficiency=0.37,
+    fused_expert_hbm_efficiency=0.85,
     cast_efficiency=0.55,
     optimizer_efficiency=0.65,
     launch_us=1200.0,
+    # 5 to 10 ms of such a step are gaps between kernels, of 380 to 560
+    host_runs_ahead=True,
     micro_batch_ms=1.0,
     step_ms=3.0,
     gradient_overlap=0.85,

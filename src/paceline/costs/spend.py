@@ -12,7 +12,7 @@ pass is split, gradients of weights fill the way out: of a stage's F + I + W, `z
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -85,11 +85,13 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     attention = d.attention_forward / kernel
     clock = _where(d.ultra > 0, p.ultra_products, 1.0)
     passes = _where(d.eager > 0, p.eager_passes, 1.0) / p.hbm_efficiency
-    of_rows = _where(d.eager_experts > 0, p.eager_passes, 1.0) / p.expert_hbm_efficiency
+    of_rows = _where(d.eager_experts > 0, p.eager_passes, 1.0)
+    of_rows = of_rows / _where(d.fused_experts > 0, p.fused_expert_hbm_efficiency, p.expert_hbm_efficiency)
     hides = d.ep_hidden * p.expert_overlap
     biases = d.expert_biases * 0.5 * p.expert_bias_passes
     of_experts = (d.expert_memory_forward + biases) * of_rows, (d.expert_memory_backward + biases) * of_rows
     gemm, expert_gemm = p.gemm_efficiency * clock, p.expert_gemm_efficiency * clock
+    expert_weights = d.expert_weights_backward / (p.expert_weight_efficiency * clock)
     forward = _pass(
         gemm=d.gemm_forward / gemm + d.expert_gemm_forward / expert_gemm,
         attention=attention + d.scores_forward / p.score_efficiency,
@@ -104,7 +106,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     again = d.gemm_again / gemm + d.attention_again / kernel + d.memory_again * passes
     attention = d.attention_backward / kernel
     backward = _pass(
-        gemm=d.gemm_backward / gemm + d.expert_gemm_backward / expert_gemm,
+        gemm=d.gemm_backward / gemm + d.expert_gemm_backward / expert_gemm + expert_weights,
         attention=attention + d.scores_backward / p.score_efficiency,
         memory=d.memory_backward * passes + of_experts[1] + d.cast_backward / p.cast_efficiency,
         again=again,
@@ -114,7 +116,11 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
         hides=hides,
         host=host * (1 + d.communication_again),
     )
-    return forward.repeated(d.forwards), backward
+    forward = forward.repeated(d.forwards)
+    if p.host_runs_ahead:
+        late = host * d.forwards + host * (1 + d.communication_again) - forward.device - backward.device
+        forward, backward = replace(forward, launch=_most(late, 0.0)), replace(backward, launch=0.0 * late)
+    return forward, backward
 
 
 def _pass(*, host: Number, ep: Number, hides: Number, **parts: Number) -> _Pass:
@@ -153,6 +159,8 @@ def _step(d: Demand, p: Profile) -> _Step:
     layer = forward.total + backward.total
     # accumulation of gradients is a stage's, not a layer's
     accumulate = d.accumulate / p.hbm_efficiency * (m > 1)
+    # a first micro-batch's are written, not read
+    accumulate = accumulate + d.expert_accumulate / p.fused_expert_hbm_efficiency * _where(m > 1, 1.0, 0.5)
     head_gemm = d.head_gemm / (p.gemm_efficiency * _where(d.ultra > 0, p.ultra_products, 1.0))
     head_memory = d.head_memory / p.hbm_efficiency
     rest = p.micro_batch_ms * 1e-3 + accumulate

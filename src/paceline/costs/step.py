@@ -125,7 +125,7 @@ def predict(work: RunConfig | Workload, cluster: Cluster, profile: Profile = PAC
     layers = rank_layers(work, profile)
     parts = {name: float(value) for name, value in spend(demand_of(work, cluster, layers), profile).items()}
     seconds = sum(parts.values())
-    flops = _flops_per_token(work.model, work.seq_len, work.adapters) * work.tokens / cluster.gpus
+    flops = _flops_per_token(work.model, work.seen_tokens, work.adapters) * work.tokens / cluster.gpus
     tflops = flops / seconds / 1e12
     in_fp8 = work.precision in ("fp8", "mxfp8", "nvfp4")
     peak = cluster.gpu.peak_tflops("fp8" if in_fp8 else "bf16") or cluster.gpu.peak_tflops("fp16")
@@ -163,7 +163,7 @@ MARGIN = 0.03
 
 
 @lru_cache(maxsize=1024)
-def _flops_per_token(model: ModelConfig, seq_len: int, adapters: int) -> float:
+def _flops_per_token(model: ModelConfig, seq_len: float, adapters: int) -> float:
     if adapters:
         return adapted_flops_per_token(model, seq_len, adapters)
     return training_flops_per_token(model, seq_len)

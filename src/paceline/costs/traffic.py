@@ -186,7 +186,9 @@ def data_parallel(work: Workload, cluster: Cluster, layers_by_rank: Sequence[flo
         "optimizer_bytes": _update_bytes(work) * updated * hbm * (work.offload == "none"),
         "optimizer_fused": float(work.reads_any_gradient),
         **_host(work, cluster, updated),
-        "accumulate": (dense_here + experts_here) * _accumulate_bytes(work) * hbm,
+        "accumulate": (dense_here + experts_here * (not work.fused_experts)) * _accumulate_bytes(work) * hbm,
+        # read and written by the product itself, beside what it computes
+        "expert_accumulate": experts_here * work.fused_experts * (_accumulate_bytes(work) + 2.0) * hbm,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.costs.adapters import count_adapters, frozen_layer_bytes
+from paceline.costs.adapters import count_adapters, frozen_layer_bytes, layer_channels
 from paceline.costs.hardware import Hardware
 from paceline.costs.reference import extra_head_forwards, has_copy, runs_reference
 
@@ -97,13 +97,22 @@ class Workload:
     """Weights are cast to 8 bits at each use, not once a step."""
     fp8_rowwise: bool = False
     """A scale for each row of a product instead of one for a tensor."""
+    fp8_delayed: bool = False
+    """Scales of earlier steps: inputs and gradients are cast in one reading, not two."""
     frozen_weights: bool = False
     """LoRA: no gradients, optimizer states and reductions of the model's own weights."""
     adapters: int = 0
     """Parameters of adapters beside frozen weights."""
+    adapter_channels: float = 0.0
+    """Channels that adapters of a layer read and write, over the layers' mean (`costs/adapters.py: layer_channels`)."""
     frozen_bytes: float = 0.0
     """An element of the layers' frozen weights, in the mean, where that is another number than computing takes
     (`lora.base`); those outside of layers are kept as they are computed with."""
+    persistent_products: bool = False
+    """On Hopper and later, by a cuBLAS whose kernels write a tile while they compute the next one (CUDA 13)."""
+    document_tokens: float = 0.0
+    """Length of the document that a token lies in, in the mean, where documents share rows and do not see each other;
+    0 = attention sees whole rows."""
     reference_copy: bool = False
     """The weights of a reference model are there too."""
     reference_forward: bool = False
@@ -155,16 +164,23 @@ class Workload:
             and not (train.fp8_weight_cache and parallel.zero <= 1)
             and config.lora.base != "fp8",
             fp8_rowwise=train.precision == "fp8" and train.fp8_scaling == "rowwise",
+            # operators of torch read each tensor for its largest number all the same
+            fp8_delayed=train.precision == "fp8"
+            and train.fp8_scaling == "delayed"
+            and train.fp8_cast_kernel == "triton",
             # without bf16 weights beside them, two copies in fp8 are as large as one in bf16
             fp8_weight_cache=train.precision == "fp8"
             and train.fp8_weight_cache
             and not train.fp8_weights_only
             and parallel.zero <= 1,
+            persistent_products=True,
+            document_tokens=config.data.document_tokens,
             reference_copy=has_copy(config),
             reference_forward=runs_reference(config),
             extra_head_forwards=extra_head_forwards(config),
             frozen_weights=config.lora.on,
             adapters=count_adapters(config.model, config.lora) if config.lora.on else 0,
+            adapter_channels=layer_channels(config.model, config.lora) if config.lora.on else 0.0,
             frozen_bytes=frozen_layer_bytes(config),
         )
 
@@ -172,6 +188,11 @@ class Workload:
     def width(self) -> float:
         """Bytes of a weight as it is computed with; fp8 products are made from bf16."""
         return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def seen_tokens(self) -> float:
+        """Of the sequence that attention sees."""
+        return min(self.document_tokens or self.seq_len, self.seq_len)
 
     @property
     def stages(self) -> int:

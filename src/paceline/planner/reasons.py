@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.config.asked import Asked, divisors
+from paceline.config.data import ROW_TASKS
 from paceline.config.layout import tensor
 from paceline.config.nearest import as_sets
 from paceline.config.refusals import refusals
@@ -108,6 +109,7 @@ def _first(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[str]
     sizes = [f"{kind} {units.size(value)}" for kind in kinds if (value := getattr(stage, kind)) >= 2**20]
     yield f"{units.size(stage.total)} of {units.size(room)}{where}: {', '.join(sizes)}."
     yield not_counted(profile)
+    yield from _seen(best.config)
     if estimate.tight:
         share = units.percent(stage.total / room)
         yield f"{share} of the card is tight: only up to {SAFE_SHARE:.0%} has no run been seen to run out of it."
@@ -121,6 +123,18 @@ def _first(best: Candidate, cluster: Cluster, profile: Profile) -> Iterator[str]
             f"Of the step, {units.duration(estimate.parts['offload'])} are copies over PCIe that nothing hides and the "
             f"host's update, at an assumed {cluster.host_gb_per_s:g} GB/s of memory traffic a node, which was never "
             "measured here. Measure a few steps (--set train.steps=10)."
+        )
+
+
+def _seen(config: RunConfig) -> Iterator[str]:
+    """What attention is counted over, where documents share rows and do not see each other."""
+    data, whole = config.data, config.train.seq_len
+    if data.document_tokens:
+        yield f"Attention is counted within documents of {data.document_tokens:,.0f} tokens (data.document_tokens)."
+    elif data.reset_at_document_ends or (config.task.kind in ROW_TASKS and data.packing == "pack"):
+        yield (
+            f"Attention is counted over whole rows of {whole:,} tokens, which is too much where shorter documents "
+            "share them: `paceline train --dry-run` says what data.document_tokens is."
         )
 
 
@@ -276,6 +290,10 @@ def _changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, dict[st
         yield "gradients summed in bf16", changes, "(less exact over many micro-batches)", cluster
     if train.precision == "bf16" and cluster.gpu.fp8:
         yield "fp8 products", {"train.precision": "fp8"}, "", cluster
+    if train.precision == "fp8" and train.fp8_scaling == "tensorwise":
+        changes = {"train.fp8_scaling": "delayed", "train.fp8_cast_kernel": "triton"}
+        changes = {key: value for key, value in changes.items() if getattr(train, key.partition(".")[2]) != value}
+        yield "fp8 by scales of earlier steps", changes, "(gradients may saturate where they grow)", cluster
     if parallel.pp > 1 or train.global_batch_size == dp * train.micro_batch_size:
         yield "twice the batch", {"train.global_batch_size": 2 * train.global_batch_size}, "", cluster
     if cluster.nodes > 1 and cluster.node_gb_per_s < 50:

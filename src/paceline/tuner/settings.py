@@ -54,6 +54,11 @@ def _tensorwise(config: RunConfig, machine: Machine) -> bool:
     return _in_fp8(config, machine) and machine.on_gpu and config.train.fp8_own_scaling == "tensorwise"
 
 
+def _delayed(config: RunConfig, machine: Machine) -> bool:
+    """Whether to cast without a look for the largest number saves a reading."""
+    return _tensorwise(config, machine) and config.train.fp8_cast_kernel == "triton"
+
+
 def _flat(config: RunConfig, machine: Machine) -> bool:
     return config.parallel.engine == "flat"
 
@@ -98,6 +103,7 @@ SWITCHES: tuple[Setting, ...] = (
     Setting(key="train.precision", values=("bf16",), where=_on_gpu, spread=0.1),
     Setting(key="train.precision", values=("fp8",), where=_fp8_device, spread=0.1, risk=0.1),
     Setting(key="train.fp8_scaling", values=("tensorwise",), where=_in_fp8, spread=0.05),
+    Setting(key="train.fp8_scaling", values=("delayed",), where=_delayed, spread=0.02, risk=0.1),
     Setting(
         key="train.fp8_cast_kernel", values=("triton",), where=_tensorwise, gain={"triton": -0.04}, spread=0.05,
         risk=0.2,
