@@ -56,6 +56,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         (1, ("model.mtp_loss_coef=0.1",), "model.mtp_loss_coef = 0.1"),
         (1, ("model.sliding_window_period=2",), "model.sliding_window_period = 2"),
         (1, ("observe.sample_tokens=5",), "observe.sample_tokens = 5"),
+        (1, ("observe.sample_interval=1",), "there are no observe.sample_prompts"),
+        (1, ('observe.sample_prompts=["a"]', "observe.sample_interval=1"), "it counts evaluations, and there are none"),
+        (1, ('observe.sample_prompts=["a"]', "observe.sample_interval=1", "train.eval_interval=5"), ""),
         (1, ("observe.record=false",), ""),
         (1, ("observe.prometheus_port=9000", "observe.stall_seconds=0"), ""),
         (

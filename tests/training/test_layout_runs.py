@@ -77,6 +77,7 @@ def recipe_of(folder: Path, data: tuple[str, str, str], model: Sequence[str], la
         "optim.eps=1e-5",
         'observe.sample_prompts=["abcd"]',
         "observe.sample_tokens=4",
+        "observe.sample_interval=1",
         "observe.sample_temperature=0",
         *(f"parallel.{item}" for item in layout.split()),
         *more,
@@ -187,6 +188,10 @@ def test_a_run_under_a_layout_is_that_of_one_process(
             assert ours[key] == pytest.approx(value, abs=1e-5), key
     ours_summary, theirs_summary = (json.loads((path / "summary.json").read_text()) for path in (folder, alone[model]))
     assert ours_summary["samples"] == theirs_summary["samples"] and len(theirs_summary["samples"]) == 1
+    if model is DENSE:  # what fills rows up would count against the capacity of experts
+        said, expected = ((path / "samples.jsonl").read_text().splitlines() for path in (folder, alone[model]))
+        assert said == expected and [json.loads(line)["step"] for line in said] == [2, 4, 6]
+        assert [json.loads(said[-1])["text"]] == [text for _, text in ours_summary["samples"]]
     assert ours_summary["parameters"] == theirs_summary["parameters"]
     assert ours_summary["devices"].startswith(f"{ranks} x ")
 

@@ -245,9 +245,14 @@ OPTIONS = (
         because="there is no window (model.sliding_window = 0).",
     ),
     Idle(
-        keys=("observe.sample_tokens", "observe.sample_temperature"),
+        keys=("observe.sample_tokens", "observe.sample_temperature", "observe.sample_interval"),
         where=lambda asked: not asked.config.observe.sample_prompts,
         because="there are no observe.sample_prompts to continue.",
+    ),
+    Idle(
+        keys=("observe.sample_interval",),
+        where=lambda asked: bool(asked.config.observe.sample_prompts) and not asked.config.train.eval_interval,
+        because="it counts evaluations, and there are none while the run trains (train.eval_interval = 0).",
     ),
     Idle(
         keys=tuple(f"observe.{name}" for name in OF_RECORD),

@@ -58,6 +58,9 @@ class ObserveConfig(Section):
     sample_prompts: Several[str] = ()
     """At the end of the run the model continues these texts, or answers them where it has learned from turns; empty =
     no samples."""
+    sample_interval: int = Field(0, ge=0)
+    """Also while it trains: at every so many evaluations (`train.eval_interval`), by the weights of that step, into
+    `samples.jsonl`; 0 = at the end alone."""
     sample_tokens: int = Field(100, ge=1)
     """Tokens of such a sample."""
     sample_temperature: float = Field(0.8, ge=0)

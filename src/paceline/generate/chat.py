@@ -89,28 +89,32 @@ def template_of(speaker: Speaker, template: str = "") -> ChatTemplate:
     Raises:
         DataError: there is none.
     """
-    named = template or _used(speaker)
-    return load_template(named, speaker.tokenizer if named else _with_its_files(speaker))
+    folder = None if speaker.checkpoint is None else speaker.checkpoint.folder
+    folders = () if folder is None else (folder.parent.parent, folder)
+    return template_in(folders, speaker.config.data.template, speaker.tokenizer, template)
 
 
-def _used(speaker: Speaker) -> str:
-    """The template of the run, if that is not its tokenizer's own."""
-    named = speaker.config.data.template
-    if speaker.checkpoint is None:
-        return named
-    folder = speaker.checkpoint.folder
-    return kept_template(named, folder.parent.parent, folder)
+def template_in(folders: Sequence[Path], of_recipe: str, tokenizer: Tokenizer, template: str = "") -> ChatTemplate:
+    """As `template_of`, of a run.
+
+    Args:
+        folders: of the run, and of its checkpoint; none where the weights are of another program.
+        of_recipe: its `data.template`.
+        template: the one that is named instead.
+    """
+    named = template or kept_template(of_recipe, *folders)
+    return load_template(named, tokenizer if named else _with_its_files(folders, tokenizer))
 
 
-def _with_its_files(speaker: Speaker) -> Tokenizer:
+def _with_its_files(folders: Sequence[Path], tokenizer: Tokenizer) -> Tokenizer:
     """The same tokenizer where its template lies beside it: a run keeps both of the model that it began from."""
-    if speaker.checkpoint is None or has_template_files(Path(speaker.tokenizer.name).parent):
-        return speaker.tokenizer
-    came_along = companions(speaker.checkpoint.folder.parent.parent, speaker.checkpoint.folder)
+    if not folders or has_template_files(Path(tokenizer.name).parent):
+        return tokenizer
+    came_along = companions(*folders)
     if "tokenizer.json" not in came_along:
-        return speaker.tokenizer
+        return tokenizer
     other = load_tokenizer(came_along["tokenizer.json"])
-    return other if other.fingerprint == speaker.tokenizer.fingerprint else speaker.tokenizer
+    return other if other.fingerprint == tokenizer.fingerprint else tokenizer
 
 
 def prompt_ids(template: ChatTemplate, tokenizer: Tokenizer, question: Question) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -197,7 +197,11 @@ def tokenizer_of(checkpoint: Checkpoint, config: RunConfig) -> str:
     Raises:
         ConfigError: none is known.
     """
-    folders = (checkpoint.folder.parent.parent, checkpoint.folder)
+    return tokenizer_in((checkpoint.folder.parent.parent, checkpoint.folder), config)
+
+
+def tokenizer_in(folders: Sequence[Path], config: RunConfig) -> str:
+    """As `tokenizer_of`, of run folders and checkpoints of one run, the innermost last."""
     if kept := find_kept(*folders):
         return kept
     if config.data.tokenizer:
@@ -208,7 +212,7 @@ def tokenizer_of(checkpoint: Checkpoint, config: RunConfig) -> str:
         if sidecar is not None:
             return sidecar.tokenizer
     raise ConfigError(
-        f"no tokenizer is known for {checkpoint.folder}",
+        f"no tokenizer is known for {folders[-1]}",
         evidence="None was kept in the run folder (tokenizer/), the recipe has no data.tokenizer, and the dataset "
         f"{train!r} is not here or does not say which it was built with.",
         next_step="Give one: --tokenizer tokenizer.json (or a SentencePiece .model, or byte).",

@@ -198,11 +198,13 @@ class RunFolder:
         self.recipe_path = self.path / "recipe.toml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
+        self.samples_path = self.path / "samples.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tensorboard"
         self._metrics = JsonLines(self.metrics_path)
         self._events = JsonLines(self.events_path)
+        self._samples = JsonLines(self.samples_path)
         self._lock = FolderLock(self.path / "lock.json")
 
     def claim(self, recipe: str, *, may_differ: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
@@ -241,21 +243,23 @@ class RunFolder:
     def write_record(self, record: StepRecord) -> None:
         self._metrics.append(record.as_dict())
 
+    def write_samples(self, step: int, samples: Iterable[tuple[str, str]]) -> None:
+        """Appends what the weights of ``step`` say: (prompt, text)."""
+        for prompt, text in samples:
+            self._samples.append({"step": step, "prompt": prompt, "text": text})
+
     def write_event(self, kind: EventKind, *, step: int, **facts: Any) -> None:
         """Appends what happened; ``facts`` are plain data. ``time`` is Unix seconds."""
         self._events.append({"event": kind, "step": step, "time": round(time.time(), 3), **_finite(facts)})
 
     def truncate_metrics(self, step: int) -> int:
-        """Removes the records after ``step``, the last one that the resumed checkpoint holds, and returns how many.
+        """Removes the records after ``step``, the last one that the resumed checkpoint holds, and returns how many; and
+        the samples after it.
 
         The steps after it will be computed, and written, again. Events stay: they tell what happened.
         """
-        if not self.metrics_path.exists():
-            return 0
-        lines = list(_read_lines(self.metrics_path))
-        kept = [line for line in lines if line["step"] <= step]
-        self._metrics.keep(kept)
-        return len(lines) - len(kept)
+        _keep_until(self._samples, step)
+        return _keep_until(self._metrics, step)
 
     def _make(self) -> None:
         try:
@@ -291,6 +295,16 @@ class RunFolder:
         if refused:
             raise _other_recipe(self.path, refused)
         return changes
+
+
+def _keep_until(lines: JsonLines, step: int) -> int:
+    """Removes lines of later steps, and returns how many."""
+    if not lines.path.exists():
+        return 0
+    found = list(_read_lines(lines.path))
+    kept = [line for line in found if line["step"] <= step]
+    lines.keep(kept)
+    return len(found) - len(kept)
 
 
 def _covered(key: str, may_differ: tuple[str, ...]) -> bool:

@@ -60,6 +60,8 @@ class StepEnd:
     step: int
     record: StepRecord | None = None
     evaluation: Mapping[str, float] | None = None
+    samples: tuple[tuple[str, str], ...] = ()
+    """On rank 0, after an evaluation with samples: (prompt, what the model says)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from textwrap import indent
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -20,6 +21,10 @@ from paceline.observe.hooks import CheckpointSaved, Hook, RunEnd, RunStart, Step
 _LOGGER = logging.getLogger("paceline.observe")
 
 
+Samples = Sequence[tuple[str, str]]
+"""(prompt, what the model says)"""
+
+
 class Sink(Protocol):
     """Takes what a run has to show. Only rank 0 has sinks. ``close`` comes also where ``start`` has not, or failed."""
 
@@ -28,6 +33,8 @@ class Sink(Protocol):
     def record(self, record: StepRecord) -> None: ...
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, samples: Samples) -> None: ...
 
     def close(self, failed: bool) -> None: ...
 
@@ -48,6 +55,8 @@ class SinkHook(Hook):
                 sink.record(end.record)
             if end.evaluation is not None:
                 sink.evaluation(end.step, end.evaluation)
+            if end.samples:
+                sink.samples(end.step, end.samples)
 
     def on_end(self, end: RunEnd) -> None:
         # every sink is closed even if one before it fails; the stack calls last-in first-out
@@ -119,6 +128,9 @@ class Guarded:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._call("evaluation", step, values)
 
+    def samples(self, step: int, samples: Samples) -> None:
+        self._call("samples", step, samples)
+
     def close(self, failed: bool) -> None:
         self._call("close", failed)
 
@@ -138,7 +150,8 @@ class Guarded:
 
 
 class FolderSink:
-    """``metrics.jsonl`` and the evaluations in ``events.jsonl``. A full disk ends the run: RunFolderError."""
+    """``metrics.jsonl``, the evaluations in ``events.jsonl``, and ``samples.jsonl``. A full disk ends the run:
+    RunFolderError."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -150,6 +163,9 @@ class FolderSink:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self.folder.write_event("evaluation", step=step, **values)
+
+    def samples(self, step: int, samples: Samples) -> None:
+        self.folder.write_samples(step, samples)
 
     def close(self, failed: bool) -> None: ...
 
@@ -173,6 +189,13 @@ class TensorBoardSink:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._scalars(step, _evaluation_names(values))
+
+    def samples(self, step: int, samples: Samples) -> None:
+        assert self._writer is not None, "start comes first"
+        for number, (prompt, text) in enumerate(samples, start=1):
+            # its page is Markdown: indented lines are shown as they are
+            self._writer.add_text(f"samples/{number}", indent(prompt + text, " " * 4, lambda line: True), step)
+        self._writer.flush()
 
     def close(self, failed: bool) -> None:
         if self._writer is not None:
@@ -206,6 +229,8 @@ class WandbSink:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(_evaluation_names(values), step=step)
 
+    def samples(self, step: int, samples: Samples) -> None: ...
+
     def close(self, failed: bool) -> None:
         if self._run is not None:
             self._run.finish(exit_code=int(failed))
@@ -232,6 +257,8 @@ class MlflowSink:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(_evaluation_names(values), step=step)
 
+    def samples(self, step: int, samples: Samples) -> None: ...
+
     def close(self, failed: bool) -> None:
         if self._started:
             self._mlflow.end_run(status="FAILED" if failed else "FINISHED")
@@ -254,6 +281,8 @@ class TrackioSink:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._trackio.log(_evaluation_names(values), step=step)
+
+    def samples(self, step: int, samples: Samples) -> None: ...
 
     def close(self, failed: bool) -> None:
         if self._started:

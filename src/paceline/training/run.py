@@ -39,6 +39,7 @@ from paceline.training.ending import finish
 from paceline.training.exports import mark_outdated
 from paceline.training.feed import Feed, documents_of, open_datasets, samples_needed
 from paceline.training.foreign import Exporter, load_initial
+from paceline.training.live_samples import LiveSampler
 from paceline.training.persist import RunSaver, restore
 from paceline.training.recording import build_capture, build_recorder
 from paceline.training.reference_cache import ReferenceCache
@@ -301,6 +302,7 @@ class _Run:
             device=self.device,
             experts=build_expert_meter(self.config, self.device),
             phases=NO_PHASES if recorder is None else recorder.clock,
+            sampler=LiveSampler.open(parts, self.folder.path, self.ranks),
         )
 
     def _evaluator(self, parts: Parts, datasets: Datasets) -> Evaluator | None:

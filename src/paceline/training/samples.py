@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,9 @@ from paceline.costs.layers import count_parameters
 from paceline.data.build import TokenizerInfo
 from paceline.data.chat_template import ChatTemplate, template_source
 from paceline.data.kept_tokenizer import keep, template_of_run
+from paceline.data.tokenizer import Tokenizer
 from paceline.errors import CheckpointError, ConfigError, DataError
-from paceline.generate.chat import answer_ends, asked, prompt_ids, template_of
+from paceline.generate.chat import answer_ends, asked, prompt_ids, template_in
 from paceline.generate.decode import Completion, DecodeParams, complete, encode_prompt
 from paceline.generate.load import Speaker, load_speaker
 from paceline.generate.sample import SamplingParams
@@ -62,14 +64,31 @@ def draw_samples(
 
 
 def _completions(speaker: Speaker, config: RunConfig) -> list[Completion]:
-    """Prompts go on as text; where a run has learned from turns, they are turns of a user in its chat template."""
-    observe, tokenizer = config.observe, speaker.tokenizer
-    template = _template(speaker) if config.task.reads_turns else None
+    assert speaker.checkpoint is not None, "of this run"
+    folder = speaker.checkpoint.folder
+    ids, params = ask((folder.parent.parent, folder), config, speaker.tokenizer)
+    return complete(speaker.model, speaker.tokenizer, config.observe.sample_prompts, ids, params)
+
+
+def ask(folders: Sequence[Path], config: RunConfig, tokenizer: Tokenizer) -> tuple[list[list[int]], DecodeParams]:
+    """The ids of each prompt, and how to go on.
+
+    Prompts go on as text; where a run has learned from turns, they are turns of a user in its chat template.
+
+    Args:
+        folders: of the run, and of its checkpoint if it is one that is asked.
+
+    Raises:
+        DataError: the template has no place for a prompt.
+    """
+    observe = config.observe
+    ends: tuple[int, ...] = (tokenizer.eod_id,)
+    template = _template(folders, config, tokenizer) if config.task.reads_turns else None
     if template is None:
-        ids, ends = [encode_prompt(tokenizer, prompt) for prompt in observe.sample_prompts], speaker.stop_ids
+        ids = [encode_prompt(tokenizer, prompt) for prompt in observe.sample_prompts]
     else:
         ids = [prompt_ids(template, tokenizer, question) for question in asked(observe.sample_prompts)]
-        ends = answer_ends(template, tokenizer, speaker.stop_ids)
+        ends = answer_ends(template, tokenizer, ends)
     params = DecodeParams(
         max_tokens=observe.sample_tokens,
         sampling=SamplingParams(temperature=observe.sample_temperature),
@@ -77,12 +96,12 @@ def _completions(speaker: Speaker, config: RunConfig) -> list[Completion]:
         stop_ids=ends,
         vocab_size=tokenizer.vocab_size,
     )
-    return complete(speaker.model, tokenizer, observe.sample_prompts, ids, params)
+    return ids, params
 
 
-def _template(speaker: Speaker) -> ChatTemplate | None:
+def _template(folders: Sequence[Path], config: RunConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """None where rows were tokens or text already: nothing of the run has turns."""
     try:
-        return template_of(speaker)
+        return template_in(folders, config.data.template, tokenizer)
     except DataError:
         return None

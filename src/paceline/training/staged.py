@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -155,6 +156,38 @@ class StagedTask:
             return Forwarded(hidden=after, loss=None)
 
         self._pipeline.evaluate(len(batches), self._hidden_shape(batches[0]), self._hidden_dtype, forward)
+
+    def logits(self, batches: Sequence[Batch], each: Callable[[int, Batch, Tensor], None]) -> None:
+        """Forward alone of whole sequences, without the task and its labels. Collective.
+
+        Args:
+            each: where the last stage is, called with the number of a micro-batch, this rank's part of its sequences
+                (with positions) and the logits of that part, [B, T, V].
+        """
+        axis, method = self.mesh["cp"], self._config.parallel.cp_method
+        parts = [context_part(batch, axis, method) for batch in batches]
+
+        def forward(index: int, micro_batch: int, hidden: Tensor | None) -> Forwarded:
+            stage, batch = self.stages[index], parts[micro_batch]
+            output = stage(batch.tokens, positions=batch.positions, hidden=hidden)
+            if stage.is_last:
+                each(micro_batch, batch, output.logits)
+            return Forwarded(hidden=output.hidden, loss=None)
+
+        self._pipeline.evaluate(len(parts), self._hidden_shape(parts[0]), self._hidden_dtype, forward)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Dropout and the like are off, and no gradients are made; afterwards as before."""
+        training = self.stages[0].training
+        for stage in self.stages:
+            stage.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for stage in self.stages:
+                stage.train(training)
 
     def _forward(
         self, index: int, batch: Batch, hidden: Tensor | None, noise: Tensor | None = None

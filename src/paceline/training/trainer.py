@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +60,16 @@ class Exporter(Protocol):
         """Writes the current weights; returns when they are written."""
 
 
+class Sampler(Protocol):
+    """What the model says in between; `training/live_samples.py` has the real one."""
+
+    def due(self, step: int) -> bool:
+        """Whether the evaluation after ``step`` has samples."""
+
+    def draw(self, step: int, *, should_stop: Callable[[], bool]) -> tuple[tuple[str, str], ...]:
+        """(prompt, text) by the current weights, on rank 0; nothing on others, or once any rank is asked to stop."""
+
+
 class Trainer:
     """Runs the steps of one start of a run.
 
@@ -82,6 +92,7 @@ class Trainer:
         device: torch.device,
         experts: ExpertMeter | None = None,
         phases: Phases = NO_PHASES,
+        sampler: Sampler | None = None,
     ) -> None:
         self.config = config
         self.experts = experts
@@ -93,6 +104,7 @@ class Trainer:
         self.manager = manager
         self.hooks = hooks
         self.evaluator = evaluator
+        self.sampler = sampler
         self.progress = progress
         self.phases = phases
         step.announce_to(phases)
@@ -160,6 +172,7 @@ class Trainer:
         reading = self._read(number, outcome)
         self.phases.mark("evaluation")
         evaluation = self._evaluate(number)
+        samples = () if evaluation is None else self._draw_samples(number)
         self.phases.mark("checkpoint")
         if self.manager.due(number):
             self._save()
@@ -171,6 +184,7 @@ class Trainer:
                 step=number,
                 record=reading.record if reading else None,
                 evaluation=with_prefix("valid", evaluation.values()) if evaluation else None,
+                samples=samples,
             )
         )
 
@@ -215,6 +229,12 @@ class Trainer:
         with self.meter.excluded():
             self.step.engine.wait_for_weights()
             return self.evaluator.run(self.config.train.eval_steps, should_stop=lambda: bool(self._stop))
+
+    def _draw_samples(self, number: int) -> tuple[tuple[str, str], ...]:
+        if self.sampler is None or not self.sampler.due(number):
+            return ()
+        with self.meter.excluded():
+            return self.sampler.draw(number, should_stop=lambda: bool(self._stop))
 
     def _save(self) -> None:
         if self._saved_step == self.progress.step:

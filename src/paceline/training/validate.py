@@ -96,16 +96,8 @@ class Evaluator:
         Args:
             should_stop: asked between micro-batches; once it is true on any rank, there is no result: None.
         """
-        stages = self.staged.stages
-        training = stages[0].training
-        for stage in stages:
-            stage.eval()
-        try:
-            with torch.no_grad():
-                scored = self._score(global_batches, should_stop)
-        finally:
-            for stage in stages:
-                stage.train(training)
+        with self.staged.evaluating():
+            scored = self._score(global_batches, should_stop)
         return None if scored is None else self._result(*scored)
 
     def _result(self, sums: Tensor, histogram: Tensor) -> Evaluation:
