@@ -65,9 +65,11 @@ def build_capture(parts: Parts, recorder: Recorder) -> Capture:
 
 
 def _named(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by name. A compiled block is one graph: what is inside runs without its hooks."""
+    """Modules by name, the whole model (a stage of it) as well: what it does between its modules is its own. A compiled
+    block is one graph: what is inside runs without its hooks."""
     compiled = parts.config.parallel.compile
-    for stage in parts.stages:
+    for index, stage in enumerate(parts.stages):
+        yield ("model" if len(parts.stages) == 1 else f"model.{index}"), stage
         for name, module in stage.named_modules():
             inside = name.startswith("blocks.") and name.count(".") > 1
             if name and not isinstance(module, nn.ModuleDict | nn.ModuleList) and not (compiled and inside):

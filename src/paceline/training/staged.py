@@ -14,6 +14,7 @@ from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.models.precision import model_dtype
 from paceline.models.transformer import Transformer
+from paceline.observe.capture import owned_by
 from paceline.observe.phases import Phases
 from paceline.parallel.context import context_part
 from paceline.parallel.mesh import ParallelMesh
@@ -141,8 +142,10 @@ class StagedTask:
             noise = None
             if self._noise is not None and self.stages[stage].is_first:
                 noise = self._noise.draw(step, micro_batch, batches[micro_batch]).to(self._hidden_dtype)
-            found, after = self._forward(stage, batches[micro_batch], hidden, noise)
-            return Forwarded(hidden=after, loss=loss(found))
+            # the model and its modules are inside: what is left is the task's own
+            with owned_by("loss"):
+                found, after = self._forward(stage, batches[micro_batch], hidden, noise)
+                return Forwarded(hidden=after, loss=loss(found))
 
         self._pipeline.train(len(batches), self._hidden_shape(batches[0]), self._hidden_dtype, forward)
 

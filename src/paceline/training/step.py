@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.models.transformer import Transformer
+from paceline.observe.capture import owned_by
 from paceline.observe.phases import NO_PHASES, Phases
 from paceline.optim.build import Optimizer
 from paceline.optim.schedule import lr_factor
@@ -132,21 +133,22 @@ class TrainStep:
         self.engine.publish_weights(cast=not self.optimizer.writes_compute_weights)
         self.engine.zero_gradients()
         self.phases.mark("other")
-        return StepOutcome(
-            loss_sum=totals.main_loss_sum(local_count.device),
-            mtp_loss_sum=totals.stat("loss_sum_mtp"),
-            count=_first(count),
-            local_count=first_count if self.staged.has_loss else torch.zeros_like(first_count),
-            aux_loss_sum=totals.aux_loss,
-            sequences=self._counted_sequences,
-            grad_norm=gradients.norm,
-            finite=gradients.finite,
-            lr=self.config.optim.lr * factor,
-            expert_load=load,
-            experts_dropped=dropped,
-            router_entropy=entropy,
-            means=totals.means(self.staged.traits.means),
-        )
+        with owned_by("metrics"):
+            return StepOutcome(
+                loss_sum=totals.main_loss_sum(local_count.device),
+                mtp_loss_sum=totals.stat("loss_sum_mtp"),
+                count=_first(count),
+                local_count=first_count if self.staged.has_loss else torch.zeros_like(first_count),
+                aux_loss_sum=totals.aux_loss,
+                sequences=self._counted_sequences,
+                grad_norm=gradients.norm,
+                finite=gradients.finite,
+                lr=self.config.optim.lr * factor,
+                expert_load=load,
+                experts_dropped=dropped,
+                router_entropy=entropy,
+                means=totals.means(self.staged.traits.means),
+            )
 
     @property
     def _counted_sequences(self) -> int:

@@ -15,6 +15,7 @@ from paceline.checkpoint.manager import CheckpointManager
 from paceline.config.run import RunConfig
 from paceline.data.batch import Batch
 from paceline.models.router import ENTROPY_UNIT
+from paceline.observe.capture import owned_by
 from paceline.observe.experts import ExpertMeter
 from paceline.observe.hooks import BackwardEnd, CheckpointSaved, Hooks, StepEnd, StepStart
 from paceline.observe.metrics import Meter, Reading
@@ -166,7 +167,8 @@ class Trainer:
         self._recent.append((number, batches))
         outcome = self.step.run(number, batches)
         # rows of a step have one length, which may be another one than train.seq_len (data.packing = "buckets")
-        self._count(outcome, self.config.train.global_batch_size * batches[0].tokens.shape[1])
+        with owned_by("metrics"):
+            self._count(outcome, self.config.train.global_batch_size * batches[0].tokens.shape[1])
         self.collection.after_step(number)
         self.phases.mark("log")
         reading = self._read(number, outcome)
