@@ -12,6 +12,7 @@ import atexit
 import gc
 import os
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -93,7 +94,7 @@ class _Pool:
                 try:
                     ok, value = _receive(connection)
                 except EOFError:
-                    failures.append(f"rank {rank} died")
+                    failures.append(f"rank {rank} died {_how(team[rank])}")
                     continue
                 if ok:
                     results[rank] = value
@@ -107,6 +108,15 @@ class _Pool:
 
     def close(self) -> None:
         self._stop(list(self.workers))
+
+
+def _how(worker: _Worker) -> str:
+    """By its exit code: a signal's below 0. What it printed (gloo ends a process over a lost peer) is on stderr."""
+    worker.process.join(5.0)
+    code = worker.process.exitcode
+    if code == -signal.SIGKILL:
+        return "(SIGKILL: most likely the machine was out of memory)"
+    return f"({signal.Signals(-code).name})" if code is not None and code < 0 else f"(exit code {code})"
 
 
 def _send(connection: Connection, value: object) -> None:

@@ -48,6 +48,18 @@ def test_what_cannot_be_read_does_not_reach_the_next_test() -> None:
     assert run(_rank, 2) == [0, 1]
 
 
+def _ends(rank: int, world_size: int) -> int:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGABRT)
+    return rank
+
+
+def test_a_worker_that_dies_says_how() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 died \(SIGABRT\)"):
+        run(_ends, 2)
+    assert run(_rank, 2) == [0, 1]
+
+
 def test_a_worker_that_died_is_replaced() -> None:
     assert run(_rank, 2) == [0, 1]
     process = distributed._POOL.workers[1].process

@@ -99,6 +99,8 @@ def held(rank: int, world_size: int) -> dict[str, dict[str, int]]:
         parts = build_parts(config_of(Job(sets=(*SETS, *sets))), resolve({}).registry, info, torch.device("cpu"))
         found = by_layout[name] = parts.engine.bytes_by_kind()
         found["moments"] = sum(p.tensor.nbytes for v in parts.optimizer.state().values() for p in v.pieces)
+    # groups of five layouts are torn down with this call: no rank may be ahead of one that still connects them
+    torch.distributed.barrier()
     return by_layout
 
 
