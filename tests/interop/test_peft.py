@@ -26,7 +26,7 @@ TARGETS = {
 
 
 def write_adapter(folder: Path, base: dict[str, Tensor], targets: list[str], rank: int = 3, **config: Any) -> Path:
-    """An adapter with random pairs, as PEFT saves it."""
+    """An adapter with random pairs, as PEFT saves it; a name in `rank_pattern` is the end of a module's."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(5)
     tensors = {}
@@ -34,8 +34,9 @@ def write_adapter(folder: Path, base: dict[str, Tensor], targets: list[str], ran
         rows, columns = base[f"{module}.weight"].shape
         if module.startswith("transformer."):  # GPT-2 stores [in, out]
             rows, columns = columns, rows
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, columns, generator=generator)
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.1
+        own = config.get("rank_pattern", {}).get(module.rpartition(".")[2], rank)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(own, columns, generator=generator)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, own, generator=generator) * 0.1
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none", "use_dora": False, **config}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
@@ -122,6 +123,10 @@ def _add(folder: Path) -> None:
     [
         (lambda f: (f / "adapter_config.json").unlink(), {}, "is no PEFT adapter"),
         (lambda f: (f / "adapter_config.json").write_text("[1"), {}, "is no PEFT adapter"),
+        (lambda f: (f / "adapter_config.json").write_text("[]"), {}, r"is no table of settings: \[\]"),
+        (lambda f: (f / "adapter_config.json").write_text('{"r": 3}'), {}, "has no peft_type"),
+        (lambda f: None, {"r": 8}, r"lm_head.lora_A \[3, 64\] has rank 3, r = 8"),
+        (lambda f: None, {"rank_pattern": {"lm_h.*": 5}}, r"has rank 3, rank_pattern\['lm_h\.\*'\] = 5"),
         (_cut, {}, "adapter_model.safetensors cannot be read"),
         (_drop_half, {}, "is not whole: .* has lora_B"),
         (_add, {}, "no half of a pair: base_model.model.lm_head.weight"),

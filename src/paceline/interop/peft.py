@@ -80,8 +80,8 @@ def read_adapter(path: Path) -> Adapter:
     """Reads an adapter; it is small, so all of it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a setting is no number, a pair is not whole, or the adapter is
-            not plain LoRA beside the model's own matrices.
+        CheckpointError: a file is missing or damaged, a setting is no number, a pair is not whole or of another rank
+            than its settings say, or the adapter is not plain LoRA beside the model's own matrices.
     """
     config = _read_config(path)
     settings = Settings.of(path, config)
@@ -120,6 +120,7 @@ def read_adapter(path: Path) -> Adapter:
                 f"the adapter {path} is not whole: {module} has {' and '.join(f'lora_{half}' for half in both)}",
                 next_step="Copy it again.",
             )
+        _check_rank(path, settings, module, both["A"])
         pairs[f"{module}.weight"] = Pair(
             down=both["A"], up=both["B"], scale=settings.scale(module), magnitude=both.get("magnitude")
         )
@@ -132,15 +133,34 @@ def read_adapter(path: Path) -> Adapter:
     return Adapter(path=path, pairs=pairs, base=base, score=score)
 
 
+def _check_rank(path: Path, settings: Settings, module: str, down: Tensor) -> None:
+    """The scale is alpha over the rank of the settings: with another one the sum would be wrong, and look well."""
+    if len(down) != settings.rank_of(module):
+        raise CheckpointError(
+            f"the adapter {path} is of another rank than its {CONFIG} says: {module}.lora_A {list(down.shape)} has "
+            f"rank {len(down)}, {settings.said_rank(module)}",
+            evidence="Pairs are scaled by lora_alpha and the rank, so it would be merged at a wrong scale.",
+            next_step=f"Take the {CONFIG} that was saved with these matrices.",
+        )
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((path / CONFIG).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is no PEFT adapter: {CONFIG} cannot be read",
             evidence=str(error),
             next_step=f"Give the folder that holds {CONFIG} and {WEIGHTS}.",
         ) from error
+    if isinstance(found, dict) and "peft_type" in found:
+        return found
+    what = "has no peft_type" if isinstance(found, dict) else f"is no table of settings: {json.dumps(found)[:60]}"
+    raise CheckpointError(
+        f"{path} is no PEFT adapter: its {CONFIG} {what}",
+        evidence="What kind of adapter it is, and rank and alpha of its pairs, are not said, and are not guessed.",
+        next_step=f"Copy {CONFIG} again from where the adapter was saved.",
+    )
 
 
 def _refuse_changed_base(path: Path, begun: object) -> None:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
+Number = TypeVar("Number", int, float)
 _DEFAULT = 8
 """PEFT's, of both `r` and `lora_alpha`."""
 
@@ -44,11 +45,20 @@ class Settings:
 
     def scale(self, module: str) -> float:
         """What the product of this module's pair is multiplied by."""
-        rank, alpha = _of(self.ranks, module, self.rank), _of(self.alphas, module, self.alpha)
+        rank, alpha = self.rank_of(module), _of(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def rank_of(self, module: str) -> int:
+        """Rows of this module's first matrix."""
+        return _of(self.ranks, module, self.rank)
 
-def _of(patterns: Mapping[str, float], module: str, default: float) -> float:
+    def said_rank(self, module: str) -> str:
+        """Its rank as the file says it: ``"r = 8"``, or the pattern that it is under."""
+        pattern = next((one for one in self.ranks if _end(one).fullmatch(module)), None)
+        return f"r = {self.rank}" if pattern is None else f"rank_pattern[{pattern!r}] = {self.ranks[pattern]}"
+
+
+def _of(patterns: Mapping[str, Number], module: str, default: Number) -> Number:
     return next((value for pattern, value in patterns.items() if _end(pattern).fullmatch(module)), default)
 
 
