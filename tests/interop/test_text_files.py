@@ -226,3 +226,43 @@ def test_another_tokenizer_than_the_model_s_goes_along_with_its_own_files(chat_m
     assert rendered(export) == "other user: Hi<stop>other assistant: Yes<stop>"
     assert not (export / "special_tokens_map.json").exists()
     assert (export / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+
+
+CHATTY = "{% for m in messages %}{{ m.role }}: {{ m.content }}<stop>{% endfor %}"
+
+
+def test_the_turn_s_end_of_another_template_ends_a_text(chat_model: Path, tmp_path: Path) -> None:
+    """Behind the ids that are there; the model's own template leaves them as they are."""
+    write_tokenizer(chat_model, "<stop>")
+    tokenizer = Tokenizer.from_file(str(chat_model / "tokenizer.json"))
+    end, stop = tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<stop>")
+    (chat_model / "generation_config.json").write_text(json.dumps({"eos_token_id": end, "temperature": 0.6}))
+    more = chat_model / "additional_chat_templates" / "tool_use.jinja"
+    more.parent.mkdir()
+    more.write_text(OWN)
+    (tmp_path / "other.jinja").write_text(CHATTY)
+    own = learn(chat_model, tmp_path / "own")
+    adapters = learn(chat_model, tmp_path / "adapters", "lora.rank=2", "checkpoint.export=peft")
+    assert next((adapters / "exports").glob("*/additional_chat_templates/tool_use.jinja")).read_text() == OWN
+    other = learn(chat_model, tmp_path / "other", f"data.template={tmp_path / 'other.jinja'}")
+    for run, ids, tools in ((own, end, True), (other, [end, stop], False)):
+        (export,) = (run / "exports").iterdir()
+        convert(open_source(run), tmp_path / f"{run.name}-merged", Options(to="hf"))
+        convert(open_source(run), tmp_path / f"{run.name}-ours", Options(to="paceline"))
+        convert(open_source(tmp_path / f"{run.name}-ours"), tmp_path / f"{run.name}-again", Options(to="hf"))
+        for folder in (export, tmp_path / f"{run.name}-merged", tmp_path / f"{run.name}-again"):
+            assert content(folder / "generation_config.json") == {"eos_token_id": ids, "temperature": 0.6}, folder
+            # templates for tools that the model has learned nothing by would be taken before the one that it has
+            assert (folder / "additional_chat_templates" / "tool_use.jinja").exists() == tools, folder
+
+
+def test_settings_are_made_where_there_are_none(chat_model: Path, tmp_path: Path) -> None:
+    write_tokenizer(chat_model, "<stop>")
+    (tmp_path / "other.jinja").write_text(CHATTY)
+    run = learn(chat_model, tmp_path / "run", f"data.template={tmp_path / 'other.jinja'}")
+    (export,) = (run / "exports").iterdir()
+    first, stop = content(chat_model / "config.json")["eos_token_id"], content(export / "tokenizer.json")
+    number = next(token["id"] for token in stop["added_tokens"] if token["content"] == "<stop>")
+    assert content(export / "generation_config.json")["eos_token_id"] == (
+        [first, number] if first is not None else number
+    )

@@ -81,8 +81,9 @@ def companions(*folders: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in folders:
         inside = folder / COMPANIONS
-        for path in sorted(inside.iterdir()) if inside.is_dir() else ():
-            found.setdefault(path.name, path)
+        for path in sorted(inside.rglob("*")):
+            if path.is_file():
+                found.setdefault(path.relative_to(inside).as_posix(), path)
     return found
 
 

@@ -21,7 +21,9 @@ TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 TEMPLATE_FILES = (TEMPLATE, "chat_template.json", CONFIG)
 """Where a chat template may lie beside a tokenizer; the first that is there has the last word."""
-TOOL_TEMPLATE = Path("additional_chat_templates") / "tool_use.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of templates for other occasions, by name."""
+TOOL_TEMPLATE = Path(MORE_TEMPLATES) / "tool_use.jinja"
 _BYTE = "byte"
 _BESIDE = (*TEMPLATE_FILES, "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 """Files that are no tokenizer, whatever their names end in."""
@@ -163,7 +165,16 @@ def with_used(found: Mapping[str, Path], *folders: Path) -> dict[str, Path]:
     if _has_template(own):
         for name in (TEMPLATE, "chat_template.json"):
             used.pop(name, None)
+    if TEMPLATE in own and is_another_template(own[TEMPLATE]):
+        # for tools a program would take the first model's template, which this one has not learned
+        used = {name: path for name, path in used.items() if not name.startswith(f"{MORE_TEMPLATES}/")}
     return used | own
+
+
+def is_another_template(used: Path) -> bool:
+    """Whether a chat template, as `with_used` names it, is one that a run kept and its first weights came without."""
+    first = used.parent.parent / COMPANIONS / TEMPLATE
+    return used.parent.name == KEPT and not (first.is_file() and first.read_bytes() == used.read_bytes())
 
 
 def _has_template(files: Mapping[str, Path]) -> bool:

@@ -21,6 +21,7 @@ from paceline.interop.hf_links import model_shapes
 from paceline.interop.hf_write import HubPlan, HubWriter, cast_dtypes, plan_hub
 from paceline.interop.links import cut
 from paceline.interop.sidecars import read_sidecars, read_template
+from paceline.interop.turn_end import with_turn_end
 
 _Piece = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, offsets, sizes."""
@@ -44,7 +45,7 @@ def export_hub(job: ExportJob) -> None:
 
     def create() -> None:
         temporary.mkdir(parents=True)
-        writer.create(read_sidecars(job.files))
+        writer.create(with_turn_end(read_sidecars(job.files), job.files))
 
     try:
         ranks.from_first(f"making {temporary}", create)

@@ -95,6 +95,7 @@ class HubWriter:
         if says_nothing(config):
             files.setdefault(SETTINGS, _json(dict.fromkeys(IDS)))
         for name, data in files.items():
+            (self.folder / name).parent.mkdir(exist_ok=True)
             write_file(self.folder / name, data)
         self.files.create()
 

@@ -145,6 +145,7 @@ def write_peft(
     try:
         temporary.mkdir(parents=True)
         for name, content in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_bytes(content)
         save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
         (temporary / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")

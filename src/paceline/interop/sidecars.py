@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.config.hub import CONFIG, config_of, differences, is_hub_folder, model_of, read_config
 from paceline.config.model import ModelConfig
+from paceline.data.kept_tokenizer import MORE_TEMPLATES, TEMPLATE
 from paceline.errors import ConfigError
 from paceline.interop.block_fp8 import CONFIG_KEY
 
@@ -36,6 +37,10 @@ def sidecars_in(*folders: Path) -> dict[str, Path]:
         for name in (*TOKENIZER, *OTHERS, CONFIG):
             if name not in found and (folder / name).is_file():
                 found[name] = folder / name
+        if found.get(TEMPLATE, folder / TEMPLATE).parent != folder:
+            continue  # they go with the template beside them
+        for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
+            found.setdefault(f"{MORE_TEMPLATES}/{path.name}", path)
     return found
 
 

@@ -29,6 +29,7 @@ from paceline.interop.megatron import MegatronFolder
 from paceline.interop.megatron_files import is_megatron
 from paceline.interop.sidecars import read_sidecars, read_template, sidecars_in
 from paceline.interop.text_files import files_of_run, text_files_of
+from paceline.interop.turn_end import with_turn_end
 from paceline.report.finding import Finding
 
 Format = Literal["hf", "paceline", "megatron"]
@@ -58,7 +59,7 @@ class Opened:
 
     def beside(self) -> dict[str, bytes]:
         """Name -> content of all that goes along with the weights."""
-        return {**self.made, **read_sidecars(self.sidecars)}
+        return with_turn_end({**self.made, **read_sidecars(self.sidecars)}, self.sidecars)
 
 
 def detect(path: Path) -> Format:

@@ -79,7 +79,7 @@ def _foreign(path: Path, registry: Registry, config: RunConfig) -> ForeignWeight
 
 def _keep(files: dict[str, Path], folder: Path) -> None:
     for name, path in files.items():
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if not (folder / name).exists():
             shutil.copyfile(path, folder / f"{name}.part")
             (folder / f"{name}.part").rename(folder / name)
