@@ -15,6 +15,7 @@ from paceline.config.load import load_recipe, validate
 from paceline.config.run import RunConfig
 from paceline.errors import ConfigError, RunFolderError, TrainingError
 from paceline.planner.calibration import read_calibration
+from paceline.report import units
 from paceline.tuner.ask import Ask, make_ask
 from paceline.tuner.journal import Journal
 from paceline.tuner.processes import Runner
@@ -416,6 +417,36 @@ def test_what_is_faster_within_noise_alone_is_said_to_be(tmp_path: Path) -> None
     assert "but within noise" in last_line(1 + result.noise)
     assert "but repeats did not confirm it" in last_line(1 + 10 * result.noise)
     assert "noise" not in last_line(0.9) and "faster" not in last_line(0.9)
+
+
+def test_rows_of_the_ladder_divide_to_what_was_obtained(tmp_path: Path) -> None:
+    """Means over repeats in every row, not of the first trial here and of all there."""
+    from paceline.tuner import show
+
+    answer, asked = whole_answer(tmp_path)
+    result = answer.result
+    assert result.base is not None and result.base_value is not None
+    assert result.repeated and result.rungs[-1].trial is result.best
+    best = result.best
+    assert best.even_seconds != pytest.approx(result.best_value, rel=1e-6), "repeats differ"
+
+    def slower(trial: Trial) -> Trial:
+        """Repeats of the best that are twice as slow, so that no rounding hides which of them a row is of."""
+        if trial.changes != best.changes or trial.number == best.number:
+            return trial
+        measured = trial.ended.measured
+        assert measured is not None
+        seconds = tuple(2 * one for one in measured.seconds_by_step)
+        return replace(trial, ended=replace(trial.ended, measured=replace(measured, seconds_by_step=seconds)))
+
+    trials = tuple(map(slower, result.trials))
+    values = [one.even_seconds for one in trials if one.changes == best.changes]
+    mean = sum(values) / len(values)
+    assert mean > 1.3 * best.even_seconds
+    table = next(one for one in show.tables(replace(result, trials=trials), asked.space) if one.title == "Ladder")
+    shown = units.rate(show.tokens_per_second(asked.space, mean), "tokens")
+    assert shown in table.to_text()
+    assert "mean over all trials of a recipe" in " ".join(table.notes)
 
 
 def test_findings_whose_change_is_in_force_are_not_told(tmp_path: Path) -> None:

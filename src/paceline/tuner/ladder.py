@@ -37,7 +37,8 @@ class Rung:
     trial: Trial
     changes: tuple[Change, ...]
     expected: float | None
-    """Times as good as the rung below, as expected before the trial; None where nothing could be expected."""
+    """Times as good as the rung below: its mean, with repeats that came later, over what was expected before the trial;
+    None where nothing could be expected."""
     obtained: float
     """The same as measured, repeats averaged."""
 

@@ -97,7 +97,7 @@ def _ladder_table(result: Result, space: Space) -> Table:
             if place:
                 rows.append(("", what, numbers, "", "", "", ""))
                 continue
-            value = rung.trial.even_seconds if result.goal.objective == "tokens" else rung.trial.peak_bytes
+            value = _mean(result, rung.trial)
             expected = "-" if rung.expected is None else f"{rung.expected:.3g}x"
             rows.append(
                 (str(number), what, numbers, _value(result, space, value), expected, f"{rung.obtained:.3g}x",
@@ -110,6 +110,8 @@ def _ladder_table(result: Result, space: Space) -> Table:
         notes=(
             "Each against the step above; changes of one step were measured together. Numbers: against the recipe as "
             "it is, by kind of change, and the trial's loss and gradient norm agree with that.",
+            f"{result.goal.what[:1].upper()}{result.goal.what[1:]}: mean over all trials of a recipe. Expected: the step "
+            "above by that mean, with repeats that came later, over what was foreseen before the trial.",
         ),
     )
 
