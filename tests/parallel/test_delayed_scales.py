@@ -74,6 +74,18 @@ def test_factors_are_of_the_largest_of_some_steps() -> None:
     assert pair.gradient.state[FACTOR] == multiplier(torch.tensor(7.0 / 4), E5M2)
 
 
+def test_a_stray_number_leaves_the_others_visible() -> None:
+    """One step raises a history 64-fold at most; what does grow is followed in the next steps."""
+    scales, (member,) = _scales(history=4)
+    pair, tops = member.delayed, []
+    assert pair is not None
+    for number in (1.0, 1e30, 1.0, 5000.0, 5000.0):
+        pair.input.state[LARGEST] = number
+        scales.advance(torch.tensor(True))
+        tops.append(_history(scales)[0][0])
+    assert tops == [1.0, 64.0, 1.0, 64.0 * 64.0, 5000.0]
+
+
 def test_skipped_steps_zeros_and_what_is_not_finite_push_nothing() -> None:
     scales, (member, other) = _scales(history=2, members=2)
     assert member.delayed is not None and other.delayed is not None

@@ -8,6 +8,9 @@ So all micro-batches of a step cast by the same factors, whatever the layout and
 known by its layer, and is the input of joined linears or the gradient of their output.
 
 - A step that is skipped pushes nothing, and numbers that are not finite are never pushed.
+- One step raises a history by a factor of `RISE` at most. A single stray number would otherwise push all others of its
+  tensor below what fp8 can show, for as long as the history remembers it; numbers that do grow are followed in a few
+  steps.
 - A tensor of nothing but zeros pushes nothing either: zeros say nothing of the range. What is known stays known.
 - Until there is something, each cast takes the scale of the tensor before it.
 
@@ -28,6 +31,9 @@ from paceline.checkpoint.pieces import ShardedValue
 from paceline.kernels.fp8_cast import E4M3, E5M2, multiplier
 from paceline.kernels.fp8_delayed import FACTOR, LARGEST, SCALE, WIDTH, Delayed, DelayedPair
 from paceline.parallel.collectives import Axis, all_reduce
+
+RISE = 64.0
+"""6 of the 18 binades of e4m3 at most are lost to one step's largest number."""
 
 
 class Scaled(Protocol):
@@ -81,7 +87,9 @@ class DelayedScales:
         largest = self._state[:, LARGEST].clone()
         all_reduce(largest, self._axis, "stage/fp8/largest", op=dist.ReduceOp.MAX)
         counts = finite & largest.isfinite() & (largest > 0)
-        pushed = torch.cat((largest[:, None], self._history[:, :-1]), dim=1)
+        top = self._history.amax(dim=1)
+        pushes = torch.where(top > 0, torch.minimum(largest, RISE * top), largest)
+        pushed = torch.cat((pushes[:, None], self._history[:, :-1]), dim=1)
         self._history.copy_(torch.where(counts[:, None], pushed, self._history))
         self.forget()
         self.refresh()
