@@ -221,6 +221,38 @@ def test_two_traces_are_compared_by_step(tmp_path: Path) -> None:
     assert "-0.0" not in shown and "-0 " not in shown
 
 
+def idle_at_the_ends(number: int, busy: float) -> list[dict[str, Any]]:
+    """Steps of 100 ms: the GPU starts 10 ms late, and is done before the step is."""
+    return [
+        event
+        for step in range(number)
+        for event in (
+            span(f"ProfilerStep#{step}", 100 * step, 100),
+            span("DataLoader.__next__", 100 * step, 8),
+            *kernel("nvjet_gemm", 100 * step + 10, busy, launch=100 * step + 9, number=step),
+        )
+    ]
+
+
+def test_marked_steps_are_as_long_as_their_marks(tmp_path: Path) -> None:
+    """By kernels alone four steps of 100 ms would take 92.5 and 85 ms."""
+    first, second = (write(tmp_path / f"{busy}.json", idle_at_the_ends(4, busy)) for busy in (60, 30))
+    told = compare_traces(first, second)
+    assert {row[0]: row[1:3] for row in told.tables[0].rows}["step"] == ("100 ms", "100 ms")
+    made = load(first).breakdown
+    assert made.total == pytest.approx(0.4) and made.idle == pytest.approx(0.16) == made.idle_host
+    assert sum(load(first).parts.values()) == pytest.approx(0.4)
+    loading = next(one for one in explain_traces([first]).findings if one.id == "explain.data-loading")
+    assert "32.0 ms of 400 ms" in loading.evidence
+
+
+def test_a_gpu_that_works_on_after_the_last_mark_is_not_idle(tmp_path: Path) -> None:
+    """The host runs ahead: the time of the marks says nothing then."""
+    events = [span("ProfilerStep#0", 0, 10), *kernel("nvjet_gemm", 5, 50)]
+    made = load(write(tmp_path / "t.json", events)).breakdown
+    assert made.total == pytest.approx(0.05) and made.idle == 0
+
+
 def test_a_trace_without_steps_is_compared_as_a_whole(tmp_path: Path) -> None:
     bare = [event for event in marked(2) if event["cat"] == "kernel"]
     told = compare_traces(write(tmp_path / "a.json", marked(4)), write(tmp_path / "b.json", bare))

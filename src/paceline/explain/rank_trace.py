@@ -31,6 +31,15 @@ class RankTrace:
         return sum(len(spans) for name, spans in self.trace.spans.items() if STEP.fullmatch(name))
 
     @cached_property
+    def window(self) -> tuple[float, float]:
+        """Begin and end of what is judged: of the kernels, and of the marked steps where these take longer."""
+        kernels = float(self.trace.start.min()), float(self.trace.end.max())
+        marked = marked_steps(self.trace)
+        if marked is None or marked[1] - marked[0] <= self.trace.seconds:
+            return kernels
+        return min(kernels[0], marked[0]), max(kernels[1], marked[1])
+
+    @cached_property
     def updates(self) -> int:
         """Optimizer steps, 0 where they are not marked."""
         return sum(len(spans) for name, spans in self.trace.spans.items() if name.startswith("Optimizer.step#"))
@@ -58,6 +67,17 @@ class RankTrace:
         return found | {"idle: the host was late": waiting, "idle: other": one.idle - waiting}
 
 
+def marked_steps(trace: TraceData) -> tuple[float, float] | None:
+    """Begin of the first profiled step and end of the last; None where none are marked.
+
+    None also where the trace ends in the middle: its marks stand before kernels that are missing.
+    """
+    spans = [span for name, each in trace.spans.items() if STEP.fullmatch(name) for span in each]
+    if not spans or trace.truncated:
+        return None
+    return min(begin for begin, _ in spans), max(end for _, end in spans)
+
+
 def load(path: Path) -> RankTrace:
     """Reads and breaks down one trace.
 
@@ -66,7 +86,10 @@ def load(path: Path) -> RankTrace:
     """
     trace = read_trace(path)
     label = f"rank {trace.rank}" if trace.rank is not None else path.name
-    return RankTrace(label=label, trace=trace, breakdown=break_down(trace))
+    begin, end = marked_steps(trace) or (0.0, 0.0)
+    # a trace without work of a GPU has no idle GPU
+    breakdown = break_down(trace, end - begin if len(trace.start) else 0.0)
+    return RankTrace(label=label, trace=trace, breakdown=breakdown)
 
 
 def as_dict(one: RankTrace) -> dict[str, object]:

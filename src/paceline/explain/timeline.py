@@ -1,6 +1,7 @@
 """When did the GPU compute, when did it talk, when both, and when neither?
 
-Definitions of HolisticTraceAnalysis: over the time from the first kernel's start to the last one's end,
+Definitions of HolisticTraceAnalysis: over the time from the first kernel's start to the last one's end, or of the
+profiled steps where they are marked and take longer,
 
     computation      union of the kernels that are neither communication nor memory
     idle             what no kernel, copy or fill covers
@@ -58,19 +59,30 @@ class Breakdown:
         return 1 - self.exposed / self.communication if self.communication else 1.0
 
 
-def break_down(trace: TraceData) -> Breakdown:
-    """Where the time of a trace went."""
+def break_down(trace: TraceData, steps_seconds: float = 0.0) -> Breakdown:
+    """Where the time of a trace went.
+
+    Args:
+        steps_seconds: of the profiled steps, 0 where none are marked. What they take beyond the time from the first
+            kernel to the last is idle: the host had nothing launched. Where the GPU works on after the last mark, the
+            kernels' own time is longer, and counts.
+    """
     talks, moves = trace.kind == COMMUNICATION, trace.kind == MEMORY_INDEX
     computes = ~(talks | moves)
 
     def spans(which: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         return union(trace.start[which], trace.end[which])
 
-    total = trace.seconds
+    total = max(trace.seconds, steps_seconds)
+    edges = total - trace.seconds
     everything = length(spans(np.ones_like(talks)))
     computation, communication = length(spans(computes)), length(spans(talks))
     both = length(spans(computes | talks))
     host, kernel, other = _gaps(trace)
+    if np.isnan(trace.launched).all():
+        other += edges
+    else:
+        host += edges
     return Breakdown(
         total=total,
         computation=computation,

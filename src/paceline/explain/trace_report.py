@@ -74,8 +74,8 @@ def _breakdown_table(loaded: Sequence[RankTrace]) -> Table:
         rows,
         title="Where the GPU's time went",
         notes=(
-            "From the first kernel to the last. Overlap: the share of communication beside which something computes. "
-            "Definitions as in HolisticTraceAnalysis.",
+            "From the first kernel to the last, or of the marked steps where these take longer. Overlap: the share of "
+            "communication beside which something computes. Definitions as in HolisticTraceAnalysis.",
         ),
     )
 

@@ -174,7 +174,7 @@ def _idle_in(one: RankTrace, pattern: re.Pattern[str]) -> float:
     if not spans:
         return 0.0
     merged = union(np.array([start for start, _ in spans]), np.array([end for _, end in spans]))
-    begin, finish = float(trace.start.min()), float(trace.end.max())
+    begin, finish = one.window
     busy = union(trace.start, trace.end)
     idle = 0.0
     for start, end in zip(*merged, strict=True):
