@@ -142,6 +142,18 @@ def test_a_template_that_leaves_out_earlier_thoughts(tmp_path: Path) -> None:
     assert said == ["Hi!<|im_end|>", "<think>\n\n</think>\n\nfox<|im_end|>"]
 
 
+def test_a_thought_that_the_template_leaves_out_is_no_answer(tmp_path: Path) -> None:
+    """What would be learned is to end the turn at once; a thought that stays in the text is learned as it is."""
+    found = encoder(kinds.write_tokenizer(tmp_path / "thinking", kinds.THINKING))
+    for messages in (turns("a", "<think>hm</think>"), turns("a", "<think>hm</think>\n\n", "b", "fox")):
+        with pytest.raises(BadRowError, match="leaves out the thought that is all of it: turn 2 would") as caught:
+            one(found, Conversation(messages=messages))
+        assert caught.value.kind == "empty assistant turn"
+    kept = encoder(kinds.write_tokenizer(tmp_path / "chatml", kinds.CHATML))
+    messages = turns("a", "<think>hm</think>")
+    assert learned(kept.tokenizer, one(kept, Conversation(messages=messages))) == ["<think>hm</think><|im_end|>"]
+
+
 def called(*after: str) -> tuple[Message, ...]:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     return (

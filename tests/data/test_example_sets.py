@@ -94,10 +94,11 @@ def test_too_long_is_refused_cut_or_left_out(tmp_path: Path) -> None:
     assert "train.seq_len" in error.value.next_step and "data.too_long" in error.value.next_step
     cut = build(train=path, too_long="truncate")
     assert examples(cut) == 2, "the answer of the third begins beyond the row"
-    assert "2 examples longer than a sequence cut" in cut.reports[0].note
+    told = "1 example longer than a sequence cut; 1 example longer than a sequence left out, no answer would be left of"
+    assert told in cut.reports[0].note
     dropped = build(train=path, too_long="drop")
     assert examples(dropped) == 1
-    assert "2 examples longer than a sequence left out" in dropped.reports[0].note
+    assert "2 examples longer than a sequence left out\n" in dropped.reports[0].note
     with pytest.raises(DataError, match=r"no example fits into train\.seq_len = 16"):
         build(train=path, too_long="drop", seq_len=16)
 
@@ -111,6 +112,18 @@ def test_a_pair_is_cut_so_that_both_answers_fit(tmp_path: Path) -> None:
     sample = build("dpo", train=path, too_long="truncate").train[0]
     assert sample.fields["lengths"].tolist()[:3] == [64, 64, 0]
     assert [int(((sample.documents == i) & (sample.labels >= 0)).sum()) for i in (0, 1)] == [38, 38]
+
+
+def test_pairs_that_are_equal_after_the_cut_are_left_out(tmp_path: Path) -> None:
+    """Their loss would be log 2 whatever the model says."""
+    same = {"prompt": "a", "chosen": "x" * 300 + "yes", "rejected": "x" * 300 + "no"}
+    other = {"prompt": "a", "chosen": "yes" + "x" * 300, "rejected": "no" + "x" * 300}
+    data = build("dpo", train=write(tmp_path / "a.jsonl", [same, other, same]), too_long="truncate")
+    note = data.reports[0].note
+    assert "1 example longer than a sequence cut; 2 examples longer than a sequence left out, equal answers" in note
+    assert data.reports[0].documents == 2
+    with pytest.raises(DataError, match="of 2 the answers are equal after the cut"):
+        build("dpo", train=write(tmp_path / "b.jsonl", [same] * 2), too_long="truncate")
 
 
 @pytest.mark.parametrize("packing", ["pack", "none"])

@@ -20,10 +20,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.data.chat_template import ChatTemplate
-from paceline.data.records import BadRowError, Messages
+from paceline.data.records import EMPTY, BadRowError, Messages
 
 UNSTABLE = "answers cannot be told from the text"
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
+_NO_WORDS = re.compile(r"<think>\s*</think>")
 
 
 class MaskedText(NamedTuple):
@@ -46,7 +47,7 @@ def masked_text(
     Args:
         special: texts of control tokens, among them end markers.
     Raises:
-        BadRowError: the template refuses the conversation, or answers cannot be told.
+        BadRowError: the template refuses the conversation, answers cannot be told, or one has no words as rendered.
     """
     whole, generated = template.render(messages, tools)
     if template.marks_answers:
@@ -62,7 +63,18 @@ def masked_text(
     for i, (start, end) in zip(wanted, answers, strict=True):
         if start >= end:
             raise BadRowError(UNSTABLE, f"{template.name} renders turn {i + 1} as nothing")
+        if not _says_something(whole[start:end], special):
+            why = "leaves out the thought that is all of it" if "<think>" in messages[i].content else "renders no text"
+            raise BadRowError(EMPTY, f"{template.name} {why}: turn {i + 1} would be learned as an empty answer")
     return MaskedText(whole, answers)
+
+
+def _says_something(answer: str, special: Collection[str]) -> bool:
+    """Whether there is more than control tokens and a thought without words."""
+    rest = _NO_WORDS.sub("", answer)
+    for marker in special:
+        rest = rest.replace(marker, "")
+    return bool(rest.strip())
 
 
 def _answer(

@@ -221,8 +221,6 @@ def _note(fitted: Fitted, source: ExampleRows, tally: Tally, encoder: Encoder) -
         parts.append(f"no tokens of this tokenizer, but text: {', '.join(encoder.loose_markers)}")
     if tally.bad:
         parts.append(f"skipped: {tally.summary()}")
-    if fitted.too_long.bad:
-        verb = {"truncate": "cut", "drop": "left out"}[fitted.policy]
-        parts.append(f"{fitted.too_long.bad:,} examples longer than a sequence {verb}")
+    parts += fitted.told()
     lists = [found.listing() for found in (tally, fitted.too_long) if found.bad]
     return "\n  ".join(["; ".join(parts), *(line for found in lists for line in found.splitlines())])

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+EMPTY = "empty assistant turn"
+"""Kind of a row whose answer has nothing to learn."""
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
 
@@ -186,7 +188,7 @@ def check_turns(messages: Sequence[Message], *, answered: bool, start: int = 0, 
         _check_order(before, message.role, number)
         if message.role == "assistant" and message.is_empty:
             name = f"the {whose} answer" if whose and number > start else f"turn {number}"
-            raise BadRowError("empty assistant turn", f"{name} has neither text nor a tool call")
+            raise BadRowError(EMPTY, f"{name} has neither text nor a tool call")
         before = message.role
     if answered != (before == "assistant"):
         what = "the last turn is the assistant's" if before == "assistant" else f"the last turn is the {before}'s"
