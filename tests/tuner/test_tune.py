@@ -446,7 +446,7 @@ def test_rows_of_the_ladder_divide_to_what_was_obtained(tmp_path: Path) -> None:
     table = next(one for one in show.tables(replace(result, trials=trials), asked.space) if one.title == "Ladder")
     shown = units.rate(show.tokens_per_second(asked.space, mean), "tokens")
     assert shown in table.to_text()
-    assert "mean over all trials of a recipe" in " ".join(table.notes)
+    assert "means over all trials of a recipe" in " ".join(table.notes)
 
 
 def test_findings_whose_change_is_in_force_are_not_told(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def _ladder_table(result: Result, space: Space) -> Table:
         notes=(
             "Each against the step above; changes of one step were measured together. Numbers: against the recipe as "
             "it is, by kind of change, and the trial's loss and gradient norm agree with that.",
-            f"{result.goal.what[:1].upper()}{result.goal.what[1:]}: mean over all trials of a recipe. Expected: the step "
-            "above by that mean, with repeats that came later, over what was foreseen before the trial.",
+            "Speeds and bytes: means over all trials of a recipe. Expected: the step above by that mean, with repeats "
+            "that came later, over what was foreseen before the trial.",
         ),
     )
 
