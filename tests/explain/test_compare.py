@@ -50,3 +50,24 @@ def test_variables_that_are_set_by_launchers_are_no_difference(tmp_path: Path) -
     write(Cluster(seed=2, dp=8, environment={"NCCL_ALGO": "Ring"}), tmp_path / "b")
     found = compare_runs(tmp_path / "a", tmp_path / "b")
     assert [one["key"] for one in found.data["settings"]] == ["environment NCCL_ALGO"]
+
+
+def test_recipes_that_are_not_valid_here_are_compared_as_they_are_written(tmp_path: Path) -> None:
+    for name, recompute in (("a", "full"), ("b", "selective")):
+        recipe = write(Cluster(seed=1, recipe=[f"parallel.recompute={recompute}"]), tmp_path / name) / "recipe.toml"
+        text = recipe.read_text()
+        assert "\nplugins = []" in text
+        recipe.write_text(text.replace("\nplugins = []", '\nplugins = ["not_importable_from_here"]'))
+    found = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert [one["key"] for one in found.data["settings"]] == ["parallel.recompute"] and found.data["settings_known"]
+    assert "not_importable_from_here" in found.tables[0].notes[0]
+
+
+def test_a_recipe_that_cannot_be_read_is_no_recipe_that_agrees(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(Cluster(seed=1), tmp_path / name)
+    (tmp_path / "b" / "recipe.toml").write_text("[train")
+    found = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert found.tables[0].rows == (("settings of the recipes", "not known", "not known"),)
+    assert found.tables[0].notes[0].startswith("b: recipe.toml") and "TOML" in found.tables[0].notes[0]
+    assert not found.data["settings_known"]

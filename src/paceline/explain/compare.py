@@ -88,21 +88,26 @@ def compare_runs(first: Path, second: Path) -> Explanation:
         ConfigError: one of them is none.
     """
     a, b = diagnose(read_run(first)), diagnose(read_run(second))
-    differences = settings_apart(_settings(a), _settings(b))
+    recipes, unread = _recipes(a.view, b.view)
+    differences = settings_apart(*(_settings(found, recipe) for found, recipe in zip((a, b), recipes, strict=True)))
     losses = [
         {record.step: record.loss if record.loss is not None else math.nan for record in found.view.metrics}
         for found in (a, b)
     ]
-    rates = [float(found.view.recipe.get("optim.lr", math.nan)) for found in (a, b)]
-    learning = [] if _data_differs(differences) else loss_causes(*losses, lr=max(rates))
+    rates = [float(recipe.get("optim.lr", math.nan)) for recipe in recipes]
+    learning = [] if not all(recipes) or _data_differs(differences) else loss_causes(*losses, lr=max(rates))
     acted = acted_on(a, b, differences)
     causes = [*_settings_cause(differences), *_run_causes(a, b, differences), *_acted_causes(acted), *learning]
     return Explanation(
         title=f"{first.name} and {second.name}",
-        tables=(_settings_table(differences, first.name, second.name), parts_table(_parts(a), _parts(b))),
+        tables=(
+            _settings_table(differences, first.name, second.name, known=all(recipes), notes=unread),
+            parts_table(_parts(a), _parts(b)),
+        ),
         findings=tuple(cause.finding() for cause in ranked(causes)),
         data={
             "runs": [str(first), str(second)],
+            "settings_known": all(recipes),
             "settings": [{"key": one.key, "first": one.first, "second": one.second} for one in differences],
             "step_seconds": [_seconds(a), _seconds(b)],
             "tokens_per_second": [_tokens(a), _tokens(b)],
@@ -126,12 +131,31 @@ def _data_differs(differences: list[Difference]) -> bool:
     )
 
 
-def _settings(found: Diagnosis) -> dict[str, Any]:
+def _recipes(a: RunView, b: RunView) -> tuple[tuple[Mapping[str, Any], Mapping[str, Any]], tuple[str, ...]]:
+    """What both recipes say, and what kept one from being read.
+
+    Where one is not valid here (a plugin that cannot be imported), both are taken as they are written; where one cannot
+    be read at all, neither is: there is nothing to hold the other against.
+    """
+    unread = tuple(
+        f"{view.path.name}: {problem.rstrip('.')}."
+        for view in (a, b)
+        for problem in view.problems
+        if problem.startswith("recipe.toml")
+    )
+    if a.recipe and b.recipe:
+        return (a.recipe, b.recipe), ()
+    if a.written and b.written:
+        return (a.written, b.written), (*unread, "Recipes are compared as they are written.")
+    return ({}, {}), unread
+
+
+def _settings(found: Diagnosis, recipe: Mapping[str, Any]) -> dict[str, Any]:
     view = found.view
     environment = {f"environment {name}": value for name, value in chosen_variables(view).items()}
     versions = {f"version of {name}": value for name, value in view.fact("versions", {}).items()}
     machine = {"ranks": view.world_size, "device": view.fact("device_name")}
-    return {**view.recipe, **environment, **versions, **machine}
+    return {**recipe, **environment, **versions, **machine}
 
 
 def chosen_variables(view: RunView) -> dict[str, str]:
@@ -265,13 +289,21 @@ def _acted_causes(acted: list[Acted]) -> list[Cause]:
     return causes
 
 
-def _settings_table(differences: list[Difference], first: str, second: str) -> Table:
+def _settings_table(
+    differences: list[Difference], first: str, second: str, *, known: bool = True, notes: tuple[str, ...] = ()
+) -> Table:
+    """Args:
+    known: whether both recipes could be read. If not, no difference found does not say that all agree.
+    notes: how they were read.
+    """
     rows = [(one.key, _show(one.first), _show(one.second)) for one in differences[:60]]
+    if not known:
+        rows.insert(0, ("settings of the recipes", "not known", "not known"))
     return table(
         ("setting", first, second),
         rows or [("all settings agree", "", "")],
         title="Settings that differ",
-        notes=(f"{len(differences) - 60} more.",) if len(differences) > 60 else (),
+        notes=(*((f"{len(differences) - 60} more.",) if len(differences) > 60 else ()), *notes),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.load import load_recipe
+from paceline.config.load import load_recipe, read_tables
 from paceline.config.observe import ObserveConfig
 from paceline.config.run import RunConfig
 from paceline.errors import ConfigError, PacelineError
@@ -42,7 +42,9 @@ class RunView:
     path: Path
     config: RunConfig | None
     recipe: Mapping[str, Any]
-    """Flat: ``"train.seq_len"`` -> value."""
+    """Flat: ``"train.seq_len"`` -> value. Empty where the recipe is not valid here."""
+    written: Mapping[str, Any]
+    """The same as it stands in the file, checked or not. Empty where the file cannot be read."""
     metrics: tuple[StepRecord, ...]
     events: tuple[Mapping[str, Any], ...]
     facts: tuple[Mapping[str, Any], ...]
@@ -134,6 +136,7 @@ def read_run(path: Path) -> RunView:
         path=path,
         config=config,
         recipe={} if config is None else flat(config.model_dump(mode="json")),
+        written=_written(path),
         metrics=tuple(metrics),
         events=tuple(events),
         facts=tuple(record.facts for record in records),
@@ -180,6 +183,13 @@ def _config(path: Path, problems: list[str]) -> RunConfig | None:
     except (PacelineError, OSError) as error:
         problems.append(f"recipe.toml: {_first(error)}")
         return None
+
+
+def _written(path: Path) -> Mapping[str, Any]:
+    try:
+        return flat(read_tables(path / "recipe.toml"))
+    except ConfigError:
+        return {}  # `_config` has told why
 
 
 def _lines(path: Path, name: str, problems: list[str]) -> Sequence[StepRecord]:
