@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -161,6 +164,46 @@ def test_another_recipe_in_the_same_folder_is_refused(data: str, tmp_path: Path)
     with pytest.raises(RunFolderError, match="another recipe"):
         refuse_start(resolve({}, [*recipe, "optim.lr=0.5"]).config)
     assert (tmp_path / "run" / "recipe.toml").read_text() == before
+
+
+def test_a_run_goes_on_in_fp8_and_with_other_scales(data: str, tmp_path: Path) -> None:
+    """Masters are in fp32 whatever products are: neither precision nor scaling makes another run of it."""
+    recipe = runs.tiny(tmp_path / "run", data, "train.precision=bf16")
+    alone(recipe, 2)
+    delayed = [*recipe, "train.precision=fp8", "train.fp8_scaling=delayed", "train.fp8_amax_history=2"]
+    refuse_start(resolve({}, delayed).config)
+    with told() as texts:
+        alone(delayed, 4)
+    assert "train.fp8_scaling = 'delayed' (was 'tensorwise')" in texts[0]
+    assert any("has no largest numbers of earlier steps for 8 fp8 products" in text for text in texts)
+    # histories of another length begin anew too
+    with told() as texts:
+        alone([*delayed, "train.fp8_amax_history=3", "train.fp8_skip_layers=[0]"], 6)
+    assert any("has no largest numbers of earlier steps for 4 fp8 products" in text for text in texts)
+    with told() as texts:  # those that nobody reads any more are left
+        records = alone([*recipe, "train.precision=fp8", "train.fp8_scaling=rowwise", "train.fp8_weight_cache=false"])
+    assert "train.fp8_scaling = 'rowwise' (was 'delayed')" in texts[0] and len(texts) == 1
+    assert [record.step for record in records] == list(range(1, 9))
+    assert all(record.loss is not None and record.loss < 6 for record in records)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What is said of the run that is taken up, as it is said: a run sets handlers of its own."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(f"paceline.training.{name}") for name in ("resume", "persist")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield texts
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 def test_changes_on_purpose_are_made(data: str, tmp_path: Path) -> None:

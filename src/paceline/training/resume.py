@@ -6,6 +6,7 @@ the mathematics is an explicit choice in `checkpoint.allow_change`; the shape of
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ from paceline.checkpoint.state import TrainState
 from paceline.checkpoint.store import Checkpoint, open_checkpoint
 from paceline.config.load import differences, validate
 from paceline.config.run import RunConfig
+from paceline.config.train import TrainConfig
 from paceline.data.build import Datasets
 from paceline.errors import ConfigError, PacelineError, RunFolderError, TrainingError
 from paceline.observe.events import MAY_DIFFER, RunFolder
 from paceline.training.exports import lacks_last_export
 from paceline.training.summary import lacks_summary
 from paceline.training.trainer import Progress
+
+log = logging.getLogger(__name__)
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "lr": ("optim", "train.steps"),
@@ -34,7 +38,14 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 RETUNABLE = ("optim.name",)
 """Of the section optim, what cannot change: the optimizer's state would have no meaning."""
 
-FREE = (*MAY_DIFFER, "model.preset", "model.init_from", "train.precision", "optim.fused_update")
+_PRECISION = (
+    "train.precision",
+    *(f"train.{name}" for name in TrainConfig.model_fields if name.startswith("fp8_")),
+)
+"""Checkpoints hold fp32 masters whatever products are computed in. Histories of fp8 scales begin empty where a
+checkpoint has none, or of another length: the log says so."""
+
+FREE = (*MAY_DIFFER, "model.preset", "model.init_from", *_PRECISION, "optim.fused_update")
 """What a resumed run may change without a word."""
 
 
@@ -58,6 +69,9 @@ def claim_folder(folder: RunFolder, config: RunConfig, recipe: str) -> dict[str,
     """
     changed = _allowed_changes(folder, config)
     folder.claim(recipe, may_differ=tuple(changed))
+    told = [f"{key} = {now!r} (was {before!r})" for key, (before, now) in changed.items() if key in _PRECISION]
+    if told:
+        log.info("products are computed otherwise from here on: %s", ", ".join(told))
     return changed
 
 
