@@ -44,6 +44,14 @@ def test_the_size_of_the_model_stands_first_and_what_is_left_out_is_counted() ->
     assert listed(apart).endswith("checkpoint.interval and 1 more") and listed(apart[:6]).endswith("interval")
 
 
+def test_what_is_recorded_costs_time_and_is_compared(tmp_path: Path) -> None:
+    for name, interval in (("a", 1), ("b", 10)):
+        recipe = [f"observe.log_interval={interval}", f"observe.peak_tflops={interval}", f"run.name={name}"]
+        write(Cluster(seed=1, recipe=recipe), tmp_path / name)
+    found = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert [one["key"] for one in found.data["settings"]] == ["observe.log_interval"]
+
+
 def test_variables_that_are_set_by_launchers_are_no_difference(tmp_path: Path) -> None:
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "OMP_NUM_THREADS": "12", "TORCHINDUCTOR_CACHE_DIR": "/a"}
     write(Cluster(seed=1, dp=8, environment=own), tmp_path / "a")

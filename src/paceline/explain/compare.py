@@ -22,8 +22,12 @@ from paceline.explain.run_folder import RunView, read_run
 from paceline.report import units
 from paceline.report.table import Table, table
 
-NOT_COMPARED = ("run.dir", "run.name", "train.steps", "observe.", "checkpoint.resume", "model.preset")
-"""Keys that change no step."""
+NOT_COMPARED = (
+    *("run.dir", "run.name", "train.steps", "checkpoint.resume", "model.preset"),
+    *("observe.record_limit_mb", "observe.stall_seconds", "observe.prometheus_port", "observe.progress"),
+    *("observe.flops_convention", "observe.peak_tflops", "observe.sample_temperature"),
+)
+"""Keys that change no step, nor what happens between steps."""
 WORK = (
     *("train.seq_len", "train.micro_batch_size", "train.global_batch_size", "train.precision"),
     *("seq_length", "micro_batch_size", "global_batch_size"),
@@ -35,7 +39,7 @@ _SIZE = (
     *("num_query_groups", "head_dim", "kv_channels", "vocab_size", "padded_vocab_size", "num_experts"),
 )
 """Of the model, as recipes and Megatron-LM call them."""
-_NOW_AND_THEN = re.compile(r"(^|[._])(eval|checkpoint|save|log|exit|tensorboard)([._]|$)")
+_NOW_AND_THEN = re.compile(r"(^|[._])(eval|checkpoint|save|log|exit|tensorboard|capture|sample)([._]|$)")
 """In names of what happens between steps."""
 _MOST_LISTED = 6
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
