@@ -241,6 +241,36 @@ def test_a_value_that_no_run_can_have_is_refused(given: dict[str, Any], message:
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("system", "given", "message"),
+    [
+        (LLAMAFACTORY, {"val_size": 200}, "val_size: 200 leaves nothing to train on: there are 101 rows"),
+        (LLAMAFACTORY, {"val_size": 101}, "val_size: 101 leaves nothing to train on: there are 101 rows"),
+        (LLAMAFACTORY, {"val_size": -0.1}, "val_size: -0.1 is negative"),
+        (LLAMAFACTORY, {"val_size": 1.5}, "val_size: 1.5 is no share, and no whole number of rows"),
+        (MS_SWIFT, {"split_dataset_ratio": -0.1}, "split_dataset_ratio: -0.1 is negative"),
+        (MS_SWIFT, {"split_dataset_ratio": 1.5}, "split_dataset_ratio: 1.5 leaves nothing to train on"),
+        (
+            LLAMAFACTORY,
+            {"dataset": "a,b", "mix_strategy": "interleave_over", "interleave_probs": "0.5,x"},
+            "interleave_probs: x is no number",
+        ),
+        (LLAMAFACTORY, {"dataset": "a,b", "interleave_probs": "1,0"}, "interleave_probs: 0 is not above 0"),
+    ],
+)
+def test_shares_that_are_none_are_refused(system: System, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(system, {"max_steps": 10, "dataset": "a", **given}, count_rows=lambda path: 101)
+    assert message in str(caught.value) and caught.value.next_step
+
+
+@pytest.mark.parametrize(("size", "rows", "steps"), [(1, 2, 1), (0.1, 3, 2), (100, 101, 1), (0.9, 10, 1)])
+def test_steps_of_tiny_data_with_a_part_held_out(size: float, rows: int, steps: int) -> None:
+    given = {"dataset": "a", "val_size": size, "num_train_epochs": 1, "per_device_train_batch_size": 1}
+    found = translate(LLAMAFACTORY, given, count_rows=lambda path: rows)
+    assert found.fields["train.steps"] == steps
+
+
 def test_without_checkpointing_nothing_is_recomputed() -> None:
     assert "parallel.recompute" not in llamafactory(disable_gradient_checkpointing=True).fields
     assert "parallel.recompute" not in llamafactory(gradient_checkpointing=False).fields
@@ -443,6 +473,8 @@ def test_megatron_swift_trains_all_weights_unless_told(command: str) -> None:
         (("--torch_dtype", "float32"), "train.precision", "fp32"),
         (("--fp8_format", "hybrid", "--fp8_recipe", "tensorwise"), "train.fp8_scaling", "tensorwise"),
         (("--fp8_format", "hybrid", "--fp8_recipe", "delayed"), "train.fp8_scaling", "delayed"),
+        (("--fp8_format", "hybrid"), "train.fp8_scaling", "delayed"),
+        (("--fp8_format", "hybrid"), "train.fp8_cast_kernel", "triton"),
         (("--model_id_or_path", "x"), "model.init_from", "x"),
         (("--loss_scale", "last_round"), "data.mask", "last"),
         (("--packing", "true"), "data.packing", "pack"),

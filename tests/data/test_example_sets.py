@@ -188,8 +188,16 @@ def test_split_holds_out_examples_that_are_drawn_several_times(tmp_path: Path) -
     train = [data.train[i].tokens.tobytes() for i in range(40)]
     valid = [data.valid[i].tokens.tobytes() for i in range(len(data.valid))]
     assert not set(train) & set(valid)
-    assert (len(set(train)), len(set(valid))) == (10, 2)
+    # four contents are drawn 4 times, eight 3 times; the shares are of 40 examples: 32 and 8
+    assert (len(set(train)), len(set(valid)), len(valid)) == (9, 3, 9)
     assert sum(report.documents for report in data.reports if report.split in ("train", "valid")) == 40
+
+
+def test_shares_of_a_split_are_of_examples(tmp_path: Path) -> None:
+    """Half of the rows are copies of one: that content is on one side, and the others fill both up to the shares."""
+    path = write(tmp_path / "a.jsonl", [chat("same")] * 50 + [chat(f"{i:02}") for i in range(50)])
+    data = build(train=path, split="80,15,5", packing="none", samples=80)
+    assert [report.documents for report in data.reports] == [80, 15, 5]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,6 +19,8 @@ from paceline.config.foreign_tuning import (
     template,
     unpacked,
 )
+from paceline.config.foreign_values import converted
+from paceline.errors import ConfigError
 
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 _ADAPTERS = AdapterWords(how="finetuning_type", alpha_per_rank=2.0)
@@ -152,7 +154,11 @@ def _data(draft: Draft) -> None:
 
 
 def _weights(draft: Draft) -> None:
-    """Sources that are drawn from by given shares."""
+    """Sources that are drawn from by given shares.
+
+    Raises:
+        ConfigError: a share is no number above 0.
+    """
     shares, found = draft.value("interleave_probs", "names", ()), draft.fields.get("data.train")
     if not isinstance(found, list) or len(found) != len(shares):
         draft.find(
@@ -164,7 +170,13 @@ def _weights(draft: Draft) -> None:
         )
         return
     paths = [one if isinstance(one, str) else one["path"] for one in found]
-    weighted = [{"path": path, "weight": float(share)} for path, share in zip(paths, shares, strict=True)]
+    weights = [converted("interleave_probs", share, "number") for share in shares]
+    if min(weights) <= 0:
+        raise ConfigError(
+            f"interleave_probs: {min(weights):g} is not above 0",
+            next_step="Give every dataset a share above 0, or leave it out of dataset.",
+        )
+    weighted = [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
     draft.put("data.train", weighted, "dataset", "interleave_probs")
 
 

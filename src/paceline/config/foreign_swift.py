@@ -114,9 +114,14 @@ def _precision(draft: Draft) -> None:
         draft.put("train.precision", draft.fields["train.precision"], "torch_dtype", said=said)
     if fp8:
         draft.put("train.precision", "fp8", "fp8_format")
-    recipe = draft.value("fp8_recipe", "text", "tensorwise")
+    recipe = draft.value("fp8_recipe", "text", "delayed")
     if fp8 and recipe in ("tensorwise", "rowwise", "delayed"):
-        draft.put("train.fp8_scaling", recipe, "fp8_recipe")
+        said = "" if draft.has("fp8_recipe") else "fp8_recipe: delayed (the default there)"
+        draft.put("train.fp8_scaling", recipe, "fp8_recipe", said=said)
+        if recipe == "delayed":
+            draft.put(
+                "train.fp8_cast_kernel", "triton", said="scales of earlier steps save time with this kernel alone"
+            )
     elif fp8:
         draft.find(
             "value",
@@ -155,7 +160,7 @@ def _data(draft: Draft) -> None:
                     "Cut the file, or give sources weights: data.train = [{path, weight}].",
                 )
         sources(draft, ours, paths, key)
-    held_out(draft, "split_dataset_ratio")
+    held_out(draft, "split_dataset_ratio", by_rows=False)
 
 
 _MASKS = {"default": "assistant", "last_round": "last", "all": "all"}

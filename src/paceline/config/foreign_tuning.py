@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.config.foreign import Draft, Without
 from paceline.config.foreign_values import is_nothing
+from paceline.errors import ConfigError
 
 PROJECTIONS: Mapping[str, str] = {
     **{name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
@@ -262,12 +263,17 @@ def training_rows(draft: Draft) -> int | None:
     return max(1, rows - math.ceil(rows * share - 1e-3))
 
 
-def held_out(draft: Draft, key: str) -> None:
-    """A share of the rows (or a number of them) for evaluation."""
+def held_out(draft: Draft, key: str, *, by_rows: bool = True) -> None:
+    """A share of the rows (or a number of them) for evaluation.
+
+    Raises:
+        ConfigError: it is negative, no whole number of rows, or all of the rows and more.
+    """
     size = draft.value(key, "number", 0.0)
     if not size:
         return
     rows = row_count(draft)
+    _check_held_out(key, size, rows, by_rows=by_rows)
     if size >= 1 and not rows:
         draft.find(
             "held-out",
@@ -279,6 +285,21 @@ def held_out(draft: Draft, key: str) -> None:
         return
     share = 100 * (size / rows if size >= 1 and rows else size)
     draft.put("data.split", f"{100 - share:g},{share:g},0", key)
+
+
+def _check_held_out(key: str, size: float, rows: int | None, *, by_rows: bool) -> None:
+    if size < 0:
+        why = "is negative"
+    elif size >= 1 and not by_rows:
+        why = "leaves nothing to train on: it is a share of the rows"
+    elif size > 1 and size != int(size):
+        why = "is no share, and no whole number of rows"
+    elif size >= 1 and rows is not None and size >= rows:
+        why = f"leaves nothing to train on: there are {rows:,} rows"
+    else:
+        return
+    most = f", or a whole number of rows{'' if rows is None else f' below {rows:,}'}" if by_rows else ""
+    raise ConfigError(f"{key}: {size:g} {why}", next_step=f"Give a share from 0 to below 1, such as 0.05{most}.")
 
 
 # ---- losses

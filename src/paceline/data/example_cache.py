@@ -32,7 +32,7 @@ from paceline.errors import DataError, PacelineError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same key would give other tokens or bad rows."""
 PART_ROWS = 8192
 CHUNK_ROWS = 256

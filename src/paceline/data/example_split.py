@@ -17,9 +17,9 @@ def split_members(
 ) -> list[tuple[NDArray[np.int64], ...]]:
     """For each part of ``split`` the members of each source, in their order.
 
-    The different contents of a source are shuffled and cut in these shares. Examples with the same tokens are on one
-    side: copies of a row, one that was drawn several times, and a file that is named twice. Of a content that several
-    sources have, the first one decides.
+    The different contents of a source are shuffled, those of many examples first, and cut where the examples up to
+    there come nearest to the shares. Examples with the same tokens are on one side: copies of a row, one that was drawn
+    several times, and a file that is named twice. Of a content that several sources have, the first one decides.
 
     Args:
         members: of each source the numbers of its examples, ascending.
@@ -27,11 +27,16 @@ def split_members(
     contents = _contents(examples, members)
     side = np.full(len(examples), -1, dtype=np.int8)  # by content
     for of_source in members:
-        distinct = np.unique(contents[of_source])
-        new = distinct[side[distinct] < 0]
+        distinct, copies = np.unique(contents[of_source], return_counts=True)
+        is_new = side[distinct] < 0
+        new, copies = distinct[is_new], copies[is_new]
         order = np.random.default_rng((seed, 1)).permutation(len(new))
-        for part, cut in enumerate(split_ranges(split, len(new))):
-            side[new[order[cut.start : cut.stop]]] = part
+        # small contents last: the cuts are among them, and so come nearer to the shares
+        order = order[np.argsort(-copies[order], kind="stable")]
+        upto = np.concatenate([[0], np.cumsum(copies[order])])
+        for part, cut in enumerate(split_ranges(split, int(upto[-1]))):
+            start, stop = (int(np.argmin(np.abs(upto - bound))) for bound in (cut.start, cut.stop))
+            side[new[order[start:stop]]] = part
     count = len(split_ranges(split, 0))
     return [tuple(one[side[contents[one]] == part] for one in members) for part in range(count)]
 
