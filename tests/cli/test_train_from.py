@@ -115,6 +115,18 @@ def test_unknown_keys_are_listed_and_the_recipe_is_printed_all_the_same(folder: 
     load_recipe("x.toml")
 
 
+def test_all_that_is_wrong_is_told_at_once(folder: Path, command: Command) -> None:
+    wrong = {"stage: sft": "stage: sff", "mine, yours": "mine, your", "1e-4": "-1"}
+    text = YAML
+    for right, value in wrong.items():
+        text = text.replace(right, value)
+    (folder / "x.yaml").write_text(text)
+    code, out, err = command("--from", "llamafactory", "x.yaml")
+    assert code == 1 and 'template = "chatml"' in out
+    assert "stage: sff has no counterpart" in err and "has no data set 'your'" in err and "optim.lr = -1" in err
+    assert "Did you mean 'yours'?" in err
+
+
 def test_a_script_and_the_same_words_in_quotes(folder: Path, command: Command) -> None:
     Path("run.sh").write_text(SCRIPT)
     code, out, err = command("--from", "ms-swift", "run.sh")
@@ -198,6 +210,11 @@ def test_megatron_is_read_in_the_command(program: str, folder: Path, command: Co
         (("--from", "ms-swift", "swift sft --learning_rate much"), "learning_rate: much is no number"),
         (("--from", "ms-swift", "swift sft --learning_rate -1"), "optim.lr = -1"),
         (("--from", "llamafactory"), "needs a recipe"),
+        (("--from", "ms-swift", "swift stf --model tiny"), "Did you mean swift sft?"),
+        (("--from", "ms-swift", "swift infer --model tiny"), "swift infer is no training"),
+        (("--from", "ms-swift", "NPROC_PER_NODE=2 megatron export --model tiny"), "megatron export is no training"),
+        (("--from", "llamafactory", "llamafactory-cli chat x.yaml"), "llamafactory-cli chat is no training"),
+        (("--from", "llamafactory", "llamafactory-cli tran x.yaml"), "Did you mean llamafactory-cli train?"),
         (("--from", "ms-swift", "swift sft --config"), "--config names no file"),
         (("--from", "ms-swift", "swift sft --config none.yaml"), "none.yaml cannot be read"),
         (("--from", "llamafactory", "x 'unclosed"), "a quote is not closed: 'unclosed"),
@@ -256,6 +273,19 @@ def test_an_epoch_ends_with_an_update_of_its_own(
     assert "(the default there) (the default there)" not in out
     Path("x.toml").write_text(out)
     assert load_recipe("x.toml").config.checkpoint.export == "peft"
+
+
+def test_steps_are_of_the_rows_that_the_split_leaves(sixty: Path, command: Command) -> None:
+    """Copies of one content are on one side, here all 60 in training: with the tokenizer here that is counted."""
+    for file in write_tokenizer(sixty / "tokenizer").iterdir():
+        (sixty / "tiny" / file.name).write_bytes(file.read_bytes())
+    (sixty / "tiny" / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 512}))
+    for rows, counted in (([0] * 60, 60), (range(60), 54), ([0] * 30 + list(range(1, 31)), 54)):
+        lines = [json.dumps({"instruction": f"{i}", "output": "b"}) for i in rows]
+        (sixty / "rows" / "many.jsonl").write_text("\n".join(lines))
+        Path("x.yaml").write_text(ROWS + "val_size: 0.1\n")
+        code, out, err = command("--from", "llamafactory", "x.yaml", "--nproc", "1")
+        assert code == 0 and f"({counted} rows / 8, rounded up)" in out, err
 
 
 def test_packed_rows_are_counted_or_the_steps_are_not_told_as_right(sixty: Path, command: Command) -> None:

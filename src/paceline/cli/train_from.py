@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from paceline.config.foreign_read import read_arguments_file, read_words
 from paceline.config.hub import is_hub_folder, model_of, read_config
 from paceline.config.load import merge, parse_override, resolve, validate
 from paceline.config.run import RunConfig
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.report.console import make_console, print_findings
 from paceline.report.finding import Finding, exit_code, worst_first
 
@@ -52,7 +53,8 @@ def print_recipe_of(name: str, source: str, overrides: Sequence[str], processes:
         the exit code: 1 where keys are unknown or contradict each other, though the recipe is printed.
 
     Raises:
-        ConfigError: the system is unknown, ``source`` cannot be read, or what it becomes is no valid recipe.
+        ConfigError: the system is unknown, ``source`` cannot be read, or what it becomes is no valid recipe though
+            nothing that was given is wrong in itself.
     """
     known = systems()
     if name not in known:
@@ -70,9 +72,15 @@ def print_recipe_of(name: str, source: str, overrides: Sequence[str], processes:
     tables = translation.tables()
     for override in overrides:
         tables = merge(tables, parse_override(override))
-    own = _own_findings(tables, processes or read.processes)
     found = [one for one in translation.findings if processes is None or one.id != "config.from-one-process"]
-    findings = worst_first([*read.findings, *found, *_model_findings(tables), *_data_findings(tables), *own])
+    found = [*read.findings, *found, *_model_findings(tables), *_data_findings(tables)]
+    try:
+        own = _own_findings(tables, processes or read.processes)
+    except PacelineError as error:
+        if not exit_code(found):
+            raise
+        own = [_finding_of("recipe", error)]  # perhaps by what is told already
+    findings = worst_first([*found, *own])
     typer.echo(recipe_text(translation, tables, source))
     print_findings(make_console(stderr=True), findings)
     return exit_code(findings)
@@ -117,6 +125,7 @@ def _read_script(text: str, programs: Sequence[str]) -> _Read:
             evidence=f"Looked for {', '.join(programs)}, and for a Python file, by itself or behind a launcher.",
             next_step="Give a YAML file, a script, or the command line in quotes.",
         ) from error
+    _check_command(launch.program, launch.flags, programs)
     begin = next((at for at, word in enumerate(launch.flags) if word.startswith("--")), len(launch.flags))
     before, given = launch.flags[:begin], _read_flags(launch.flags[begin:])
     said = dict(word.split("=", 1) for word in before if "=" in word)
@@ -159,6 +168,27 @@ def _with_config(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Findin
         if key in of_file and str(of_file[key]) != str(value)
     )
     return {**words, **of_file}, findings
+
+
+def _check_command(program: str, flags: Sequence[str], programs: Sequence[str]) -> None:
+    """Of what else these programs do nothing becomes a recipe: ``swift infer``, ``llamafactory-cli chat``.
+
+    Raises:
+        ConfigError: the command is another one, or none that is known.
+    """
+    name = Path(program).name
+    trainings = ("train",) if "swift" not in programs else _COMMANDS
+    if name not in programs or not flags or flags[0] in trainings:
+        return
+    word = flags[0]
+    if word.startswith("-") or "=" in word or word.endswith(_FILES):
+        return
+    near = difflib.get_close_matches(word, trainings, n=1, cutoff=0.5)
+    raise ConfigError(
+        f"{name} {word} is no training",
+        evidence=f"A recipe is made of {', '.join(f'{name} {one}' for one in trainings)}.",
+        next_step=f"Did you mean {name} {near[0]}?" if near else "Give the command that trains.",
+    )
 
 
 def _command(program: str, before: Sequence[str], programs: Sequence[str]) -> str:
@@ -213,15 +243,20 @@ def _count_rows(path: str) -> int | None:
     file, _, name = path.partition("#")
     if not Path(file).exists():
         return None
-    entry = read_entry(file, name) if name else None
-    if entry is not None and entry.num_samples is not None:
-        return entry.num_samples
-    return sum(1 for found in find_record_files([file if entry is None else entry.path]) for _ in read_rows(found))
+    try:
+        entry = read_entry(file, name) if name else None
+        if entry is not None and entry.num_samples is not None:
+            return entry.num_samples
+        files = find_record_files([file if entry is None else entry.path])
+        return sum(1 for found in files for _ in read_rows(found))
+    except DataError:  # `_data_findings` tells it beside all else
+        return None
 
 
 def _count_packed(tables: Mapping[str, Any]) -> int | None:
-    """Sequences that an epoch of the recipe's rows is packed into; None without the rows and the tokenizer here."""
+    """Sequences of an epoch of the recipe's rows, without those held out; None without rows and tokenizer here."""
     from paceline.data.example_files import RowRequest
+    from paceline.data.example_rows import PAIRED
     from paceline.data.example_sets import build_row_datasets
 
     try:
@@ -231,7 +266,10 @@ def _count_packed(tables: Mapping[str, Any]) -> int | None:
         found = build_row_datasets(config.data, RowRequest.of(config, keep_tokens=False), train_samples=1)
     except (PacelineError, OSError):
         return None
-    return sum(round(report.samples / report.epochs) for report in found.reports if report.split == "train")
+    reports = [report for report in found.reports if report.split == "train"]
+    if config.data.packing == "pack":
+        return sum(round(report.samples / report.epochs) for report in reports)
+    return sum(report.documents for report in reports) // (2 if config.task.kind in PAIRED else 1)
 
 
 def _longest(path: str) -> int | None:
@@ -258,12 +296,22 @@ def _model_findings(tables: Mapping[str, Any]) -> list[Finding]:
 
 
 def _data_findings(tables: Mapping[str, Any]) -> list[Finding]:
-    """Names of a hub, and files that are elsewhere."""
+    """Names of a hub, files that are elsewhere, and data sets that a description does not have."""
+    from paceline.data.dataset_info import read_entry
+
     findings = []
     for key in ("train", "valid"):
         found = tables.get("data", {}).get(key, "")
         items = found if isinstance(found, list | tuple) else [found]
-        paths = [str(item["path"] if isinstance(item, Mapping) else item).partition("#")[0] for item in items]
+        sources = [str(item["path"] if isinstance(item, Mapping) else item).partition("#") for item in items]
+        for file, _, name in sources:
+            if not name or not Path(file).exists():
+                continue
+            try:
+                read_entry(file, name)
+            except DataError as error:
+                findings.append(_finding_of("data", error))
+        paths = [file for file, _, _ in sources]
         absent = [path for path in dict.fromkeys(paths) if path and path != "synthetic" and not Path(path).exists()]
         if absent:
             findings.append(
@@ -276,6 +324,17 @@ def _data_findings(tables: Mapping[str, Any]) -> list[Finding]:
                 )
             )
     return findings
+
+
+def _finding_of(what: str, error: PacelineError) -> Finding:
+    """A refusal as one finding among others."""
+    return Finding(
+        id=f"config.from-{what}",
+        severity="error",
+        subject=error.subject,
+        evidence=error.evidence or "A run with this recipe would be refused.",
+        next_step=error.next_step,
+    )
 
 
 def _own_findings(tables: Mapping[str, Any], processes: int) -> list[Finding]:

@@ -192,7 +192,7 @@ def translate(
         folder: paths in ``given`` begin here.
         count_rows: rows of a path as `data.train` names it; None where that cannot be said.
         longest: tokens of the longest sequence of the model at a path; None where it is not here.
-        count_packed: sequences of an epoch of a recipe that packs; None where they cannot be counted.
+        count_packed: sequences of an epoch of a recipe that packs or holds rows out; None where they cannot be counted.
 
     Raises:
         ConfigError: a value is not of its key's kind.

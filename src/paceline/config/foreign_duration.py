@@ -56,7 +56,10 @@ def length(draft: Draft, rows: int | None = None) -> None:
     epochs = draft.value("num_train_epochs", "number", 3.0)
     whole = draft.fields["train.global_batch_size"]
     packed = draft.fields.get("data.packing") == "pack"
-    sequences = draft.count_packed(tables_of(draft.fields)) if packed else rows
+    # contents are held out whole: how many rows that leaves is known when they are read
+    counts = packed or "data.split" in draft.fields
+    sequences = draft.count_packed(tables_of(draft.fields)) if counts else rows
+    sequences = rows if sequences is None and not packed else sequences
     if sequences is None:
         # a run that would read the rows more often is refused with the number of steps that fits
         draft.put("data.epochs", epochs, "num_train_epochs")
