@@ -8,6 +8,7 @@ from paceline.config.load import resolve
 from paceline.costs.profiles import PACELINE
 from paceline.costs.step import fits, room_of
 from paceline.costs.workload import Cluster
+from paceline.planner.layout_text import layout_text
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.rank import Ranking, rank
 from paceline.planner.reasons import Reasons, reasons
@@ -90,3 +91,36 @@ def test_where_adapters_do_not_fit_4_bits_are_named() -> None:
     note = next(found for found in why.helps if found.id == "planner.adapters")
     assert "QLoRA of rank 8 fits" in note.subject
     assert note.next_step == "--set lora.rank=8 --set lora.base=nf4"
+
+
+def test_where_bf16_sums_are_what_does_not_fit_fp32_sums_are_named() -> None:
+    """A pipeline alone: nobody shares the fp32 copy that bf16 sums are updated from."""
+    tables = {
+        "model": {"preset": "llama2_7b"},
+        "train": {"seq_len": 4096, "global_batch_size": 128},
+        "optim": {"name": "adamw8bit"},
+    }
+    cluster, _ = make_cluster(find_gpu("RTX 4090"), 4)
+    ranking = rank(resolve({**tables, "parallel": {"accumulate_dtype": "bf16"}}).config, cluster)
+    assert not ranking.fitting
+    why = reasons(ranking, cluster)
+    note = next(found for found in why.helps if found.id == "planner.fp32-sums")
+    assert note.next_step == "--set parallel.accumulate_dtype=fp32"
+    # and so it is, asked with that
+    best = rank(resolve(tables).config, cluster).fitting[0]
+    assert layout_text(best.config) in note.subject and f"{best.estimate.memory_gib:.1f} GiB" in why.answer[-1]
+    assert why.answer[-1].startswith("What fits: gradients summed in fp32")
+
+
+def test_where_a_change_frees_memory_layouts_are_ranked_again() -> None:
+    """What is told is what the planner answers when it is asked with the change."""
+    tables = {"model": {"preset": "llama3_8b"}, "train": {"seq_len": 8192, "global_batch_size": 128}}
+    cluster, _ = make_cluster(find_gpu("H100-80"), 8)
+    ranking = rank(resolve(tables).config, cluster)
+    before = ranking.fitting[0]
+    note = next(found for found in reasons(ranking, cluster).helps if "gradients summed in bf16" in found.subject)
+    after = rank(resolve({**tables, "parallel": {"accumulate_dtype": "bf16"}}).config, cluster).fitting[0]
+    gain = before.estimate.seconds / after.estimate.seconds - 1
+    assert layout_text(after.config, than=before.config), "it is another layout"
+    assert f"and then another layout: {gain:+.1%} tokens/s" in note.subject
+    assert layout_text(after.config, than=before.config) in note.evidence and "In the same layout" in note.evidence

@@ -33,15 +33,24 @@ class FitAnswer:
     """The best layout that needs no host memory, with moments of 8 bits."""
     adapters: Candidate | None = None
     """The best layout with adapters beside frozen weights, with which fine-tuning may do."""
+    fp32_sums: Candidate | None = None
+    """The best layout with gradients summed in fp32, where nothing fits with bf16 sums."""
 
 
 def fit_answer(ranking: Ranking, best: Candidate | None, cluster: Cluster, profile: Profile) -> FitAnswer:
     """Without sentences where a layout fits with the optimizer's state on the cards."""
     if best is None:
+        fp32_sums = _with_fp32_sums(ranking, cluster, profile)
+        way = (
+            f"What fits: gradients summed in fp32, all on the cards (the note below): {_numbers(fp32_sums)}."
+            if fp32_sums
+            else ""
+        )
         return FitAnswer(
-            sentences=tuple(_nothing_fits(ranking, cluster, profile)),
+            sentences=(*_nothing_fits(ranking, cluster, profile), *([way] if way else [])),
             eight_bit=None,
             adapters=_with_adapters(ranking.space.config, cluster, profile),
+            fp32_sums=fp32_sums,
         )
     if best.config.parallel.offload == "none":
         return FitAnswer(sentences=(), eight_bit=None)
@@ -110,6 +119,31 @@ def adapter_findings(answer: FitAnswer) -> Iterator[Finding]:
             + " and small matrices beside them learn; a model that nobody has trained learns nothing so.",
             next_step=f"--set lora.rank={lora.rank}{base}",
         )
+
+
+def fp32_sums_findings(answer: FitAnswer) -> Iterator[Finding]:
+    """The layout with gradients summed in fp32, and why they take less."""
+    best = answer.fp32_sums
+    if best is not None:
+        yield Finding(
+            id="planner.fp32-sums",
+            severity="note",
+            subject=f"gradients summed in fp32 fit: {layout_text(best.config)}, {_numbers(best)}, predicted",
+            evidence="Sums in bf16 take 2 bytes a parameter in place of 4, but the update reads them from a copy in "
+            "fp32: 4 bytes more, shared among data-parallel ranks only (where there is one: 6 in place of 4).",
+            next_step="--set parallel.accumulate_dtype=fp32",
+        )
+
+
+def _with_fp32_sums(ranking: Ranking, cluster: Cluster, profile: Profile) -> Candidate | None:
+    """Sums in bf16 are heavier than in fp32 where few ranks share the copy of them."""
+    config = ranking.space.config
+    if config.parallel.accumulate_dtype != "bf16" or config.optim.reads_any_gradient:
+        return None
+    parallel = config.parallel.model_copy(update={"accumulate_dtype": "fp32"})
+    other, only = config.model_copy(update={"parallel": parallel}), ranking.space.only
+    found = rank(other, cluster, profile=profile, keep=8, probe=60, offload=False, only=only).fitting
+    return found[0] if found else None
 
 
 def _with_adapters(config: RunConfig, cluster: Cluster, profile: Profile) -> Candidate | None:

@@ -12,14 +12,20 @@ from typing import Any
 from paceline.config.asked import Asked, divisors
 from paceline.config.data import ROW_TASKS
 from paceline.config.layout import tensor
-from paceline.config.nearest import as_sets
-from paceline.config.refusals import refusals
 from paceline.config.run import RunConfig
 from paceline.costs.hardware import common_hardware
 from paceline.costs.profiles import PACELINE, Profile
 from paceline.costs.step import MARGIN, PARTS, SAFE_SHARE, StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
-from paceline.planner.fit_answer import LOWBIT, FitAnswer, adapter_findings, beyond, eight_bit_findings, fit_answer
+from paceline.planner.fit_answer import (
+    LOWBIT,
+    FitAnswer,
+    adapter_findings,
+    beyond,
+    fit_answer,
+    fp32_sums_findings,
+)
+from paceline.planner.helps import WORTHWHILE, helps
 from paceline.planner.layout_text import layout_fields
 from paceline.planner.layout_text import layout_text as layout_text
 from paceline.planner.rank import ALIKE, Candidate, Ranking, rank
@@ -45,8 +51,6 @@ PART_NAMES = {
 }
 """As a sentence calls them."""
 
-_WORTHWHILE = 0.01
-"""Gains below this share are not told."""
 _NEIGHBOURS = 6
 """How many are told of the first one's, or as many as there are kinds of parallelism that differ."""
 _AXES = ("tp", "pp", "cp", "ep", "zero", "copies")
@@ -78,7 +82,7 @@ def reasons(ranking: Ranking, cluster: Cluster, profile: Profile = PACELINE) -> 
         first=(*_first(best, cluster, profile), *_tied(ranking, best)) if best else (),
         others=tuple(_others(ranking, best)) if best else (),
         rejected=tuple(_rejected(ranking, cluster, best, profile)),
-        helps=tuple(_helps(best, cluster, profile, answer) if best else _would_fit(ranking, profile, answer)),
+        helps=tuple(helps(ranking, best, cluster, profile, answer) if best else _would_fit(ranking, profile, answer)),
     )
 
 
@@ -181,7 +185,7 @@ def _compared(best: StepEstimate, other: StepEstimate) -> str:
     more = {name: other.parts[name] - best.parts[name] for name in PARTS if name in other.parts and name in best.parts}
     name = max(more, key=lambda key: more[key])
     why = ""
-    if speed < -_WORTHWHILE / 2 and more[name] > 0:
+    if speed < -WORTHWHILE / 2 and more[name] > 0:
         why = f", {units.duration(more[name])} more for {PART_NAMES.get(name, name)}"
     slower = "as fast" if abs(speed) < 5e-4 else f"{speed:+.1%} tokens/s"
     return f"{slower}{why}, {memory:+.1f} GiB"
@@ -195,7 +199,7 @@ def _rejected(ranking: Ranking, cluster: Cluster, best: Candidate | None, profil
     speed = best.estimate.tokens_per_second_per_gpu if best else 0.0
     faster: dict[tuple[Any, ...], Candidate] = {}
     for candidate in ranking.too_large:
-        if candidate.gpus != cluster.gpus or candidate.estimate.tokens_per_second_per_gpu <= (1 + _WORTHWHILE) * speed:
+        if candidate.gpus != cluster.gpus or candidate.estimate.tokens_per_second_per_gpu <= (1 + WORTHWHILE) * speed:
             continue
         fields = layout_fields(candidate.config)
         key = tuple(fields[name] for name in ("tp", "pp", "cp", "ep", "zero", "copies"))
@@ -243,62 +247,7 @@ def _degrees_text(of: Degrees) -> str:
     return ", ".join([*(f"{name} {value}" for name, value in degrees.items() if value > 1), f"zero {of.zero}"])
 
 
-# ---- what would help
-
-
-def _helps(best: Candidate, cluster: Cluster, profile: Profile, answer: FitAnswer) -> Iterator[Finding]:
-    """Single changes to the first layout that a run would accept, each predicted."""
-    yield from eight_bit_findings(answer)
-    yield from adapter_findings(answer)
-    asked = Asked.of(best.config, best.gpus)
-    found = []
-    for name, changes, remark, machines in _changes(best.config, cluster):
-        other = asked.with_changes(changes)
-        if next(refusals(other), None) is not None:
-            continue
-        work = Workload.of(other.config)
-        if work.why_not(machines.gpus):
-            continue
-        after = predict(work, machines, profile)
-        speed = after.tokens_per_second_per_gpu / best.estimate.tokens_per_second_per_gpu - 1
-        memory = (after.memory_bytes - best.estimate.memory_bytes) / 2**30
-        if after.fits and (speed > _WORTHWHILE or (speed > -_WORTHWHILE and memory < -0.03 * best.estimate.memory_gib)):
-            step = " ".join([as_sets(best.config, changes), remark]).strip()
-            found.append((speed, name, step, memory))
-    for speed, name, step, memory in sorted(found, key=lambda row: -row[0]):
-        yield Finding(
-            id="planner.helps",
-            severity="note",
-            subject=f"{name}: {speed:+.1%} tokens/s, {memory:+.1f} GiB, predicted",
-            evidence="The same layout with that one change.",
-            next_step=step,
-        )
-
-
-def _changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, dict[str, Any], str, Cluster]]:
-    """(what, fields by dotted key, a remark, the machines with it)."""
-    train, parallel = config.train, config.parallel
-    dp = parallel.dp_degree(cluster.gpus)
-    if not parallel.compile:
-        yield "compiled blocks", {"parallel.compile": True}, "", cluster
-    if train.loss_kernel == "plain":
-        yield "the chunked loss", {"train.loss_kernel": "chunked"}, "", cluster
-    if parallel.reduce_dtype == "fp32":
-        yield "gradients sent in bf16", {"parallel.reduce_dtype": "bf16"}, "", cluster
-    if parallel.accumulate_dtype == "fp32" and train.global_batch_size > dp * train.micro_batch_size:
-        changes: dict[str, Any] = {"parallel.accumulate_dtype": "bf16"}
-        yield "gradients summed in bf16", changes, "(less exact over many micro-batches)", cluster
-    if train.precision == "bf16" and cluster.gpu.fp8:
-        yield "fp8 products", {"train.precision": "fp8"}, "", cluster
-    if train.precision == "fp8" and train.fp8_scaling == "tensorwise":
-        changes = {"train.fp8_scaling": "delayed", "train.fp8_cast_kernel": "triton"}
-        changes = {key: value for key, value in changes.items() if getattr(train, key.partition(".")[2]) != value}
-        yield "fp8 by scales of earlier steps", changes, "(gradients may saturate where they grow)", cluster
-    if parallel.pp > 1 or train.global_batch_size == dp * train.micro_batch_size:
-        yield "twice the batch", {"train.global_batch_size": 2 * train.global_batch_size}, "", cluster
-    if cluster.nodes > 1 and cluster.node_gb_per_s < 50:
-        faster = replace(cluster, node_gb_per_s=50.0)
-        yield "400 Gb/s a GPU between nodes", {}, "--interconnect ib400", faster
+# ---- where nothing fits
 
 
 def _would_fit(ranking: Ranking, profile: Profile, answer: FitAnswer) -> Iterator[Finding]:
@@ -330,6 +279,7 @@ def _would_fit(ranking: Ranking, profile: Profile, answer: FitAnswer) -> Iterato
                 evidence="The smallest layout with that one change, predicted.",
                 next_step=step,
             )
+    yield from fp32_sums_findings(answer)
     yield from adapter_findings(answer)
     yield from _more_gpus(config, cluster, profile)
 
