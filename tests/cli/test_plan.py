@@ -132,7 +132,13 @@ def test_four_cards_of_24_gb_are_answered_plainly_and_the_recipe_has_a_name(tmp_
     assert done.returncode == 0, done.stderr
     answer = done.stdout.index("Nothing fits with AdamW's state on the cards: 6.74B parameters take 16 bytes each")
     assert done.stdout.index("Does it fit?") < answer < done.stdout.index("Layouts, predicted")
-    assert tomllib.loads(target.read_text())["run"] == {"name": "my_7b"}
+    written = tomllib.loads(target.read_text())
+    assert written["run"] == {"name": "my_7b"}
+    # it says for how many cards it is, so nobody asks again
+    assert written["cluster"]["nodes"] == 1 and written["cluster"]["gpus_per_node"] == 4
+    again = plan(str(target), "--explain-memory")
+    assert again.returncode == 0, again.stderr
+    assert "on 4 x RTX 4090" in again.stdout
 
 
 def test_the_page_is_whole(tmp_path: Path) -> None:

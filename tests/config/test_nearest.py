@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from paceline.config.asked import Asked
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import resolve
+from paceline.config.nearest import as_sets
 from paceline.config.refusals import refusals
 from paceline.errors import ConfigError
 from paceline.report.finding import Finding
@@ -197,3 +198,13 @@ def _drawn(draw: random.Random) -> list[str]:
     if draw.random() < 0.2:
         texts.append(f"parallel.pipeline_layout={[draw.randint(0, 3) for _ in range(draw.randint(1, 4))]}")
     return texts
+
+
+def test_changes_are_spelled_as_recipes_and_the_command_line_do() -> None:
+    config = resolve({}).config
+    changes = {"parallel.compile": True, "parallel.zero": 3, "optim.name": "muon", "train.fp8_skip_layers": (0, -1)}
+    text = as_sets(config, changes)
+    assert text == (
+        "--set parallel.compile=true --set parallel.zero=3 --set optim.name=muon --set 'train.fp8_skip_layers=[0, -1]'"
+    )
+    assert as_sets(config, {"parallel.compile": config.parallel.compile}) == ""

@@ -280,7 +280,10 @@ def written_recipe(request: Request, best: Candidate, path: str) -> str:
     tables.setdefault("parallel", {}).update({name: parallel[name] for name in _CHOSEN})
     train = {name: getattr(config.train, name) for name in ("micro_batch_size", "global_batch_size", "seq_len")}
     tables.setdefault("train", {}).update(train)
-    tables["cluster"] = {"gpus_per_node": request.cluster.gpus_per_node}
+    per_node = min(request.cluster.gpus_per_node, best.gpus)
+    tables["cluster"] = {"gpus_per_node": per_node}
+    if best.gpus % per_node == 0:  # then the file says how many GPUs it is for
+        tables["cluster"] = {"nodes": best.gpus // per_node, "gpus_per_node": per_node}
     named = config.run.name != plain.run.name
     tables["run"] = {"name": config.run.name if named else Path(path).stem}
     if name := _table_name(request.cluster):
@@ -341,9 +344,10 @@ def explain_memory_of(request: Request, *, as_json: bool) -> None:
     if request.is_preset:
         told = "A preset has no layout of its own: this is the best one."
     else:
+        again = "" if _table_name(cluster) else " with the same --gpu"  # what the file says of the machines
         told = (
             f"This is the recipe's own layout. Of the best one: {command} --write best.toml, then "
-            "paceline plan best.toml --explain-memory with the same --gpus and --gpu."
+            f"paceline plan best.toml --explain-memory{again}."
         )
     console.print(Text(told), soft_wrap=True)
 

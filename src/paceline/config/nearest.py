@@ -168,5 +168,6 @@ def as_sets(config: RunConfig, changes: dict[str, Any]) -> str:
     for key, value in changes.items():
         section, _, name = key.partition(".")
         if value != getattr(getattr(config, section), name):
-            parts.append(f"--set '{key}={show(value)}'" if isinstance(value, tuple) else f"--set {key}={value}")
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            parts.append(f"--set '{key}={show(value)}'" if isinstance(value, tuple) else f"--set {key}={text}")
     return " ".join(parts)
