@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.errors import ConfigError
@@ -169,6 +170,79 @@ def test_a_trace_that_ends_in_the_middle_is_read_up_to_there(tmp_path: Path) -> 
     zipped = tmp_path / "cut.json.gz"
     zipped.write_bytes(gzip.compress(whole)[:-300])
     assert explain_traces([zipped]).data["ranks"][0]["truncated"]
+
+
+def test_a_damaged_gzip_is_read_up_to_there_and_called_so(tmp_path: Path) -> None:
+    """The random numbers keep it from being packed into a few bytes."""
+    noise = np.random.default_rng(0).random(20_000).tolist()
+    whole = write(tmp_path / "t.json.gz", [{"ph": "i", "args": noise}, *kernel("a_gemm", 0, 1)] * 2).read_bytes()
+    damaged = bytearray(whole)
+    damaged[-6] ^= 255  # of the checksum: all is there
+    (tmp_path / "t.json.gz").write_bytes(damaged)
+    read_trace(tmp_path / "t.json.gz")
+    damaged = bytearray(whole)
+    damaged[3 * len(whole) // 4 :] = np.random.default_rng(1).bytes(len(whole) // 4)
+    (tmp_path / "t.json.gz").write_bytes(damaged)
+    trace = read_trace(tmp_path / "t.json.gz")
+    assert len(trace.start) == 1 and "is a damaged gzip file; read are the 2 events before" in trace.problems[0]
+
+
+def test_what_holds_no_event_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    whole = write(tmp_path / "t.json.gz", fsdp_layers(2.0, layers=50)).read_bytes()
+    flipped = bytearray(whole)
+    flipped[10:40] = b"\xff" * 30
+    for name, content, reason in (
+        ("damaged.json.gz", bytes(flipped), "it is a damaged gzip file"),
+        ("cut.json.gz", whole[:100], "it is a gzip file that was cut short"),
+        ("cut.json", b'{"traceEvents": [{"ph": ', "it was cut short before the first event"),
+        ("none.json", b'{"traceEvents": []}', "its list of events is empty"),
+        ("other.json", b'{"a": 1}', "it has no traceEvents"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        for read in (read_trace, lambda path: explain([path])):
+            with pytest.raises(ConfigError, match=f"{name} is no Kineto or Perfetto JSON trace: {reason}"):
+                read(tmp_path / name)
+    (tmp_path / "empty.json").write_bytes(b"")
+    for read in (read_trace, lambda path: explain([path])):
+        with pytest.raises(ConfigError, match="is empty"):
+            read(tmp_path / "empty.json")
+
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "a time that is no number": {"ts": "abc"},
+    "a time beyond all numbers": {"ts": float("nan")},
+    "no duration": {"dur": None},
+    "a negative duration": {"dur": -5},
+    "a list of arguments": {"args": [1]},
+    "a list of categories": {"cat": ["a"]},
+    "a process that is a table": {"pid": {"a": 1}},
+}
+
+
+@pytest.mark.parametrize("category", ["kernel", "cpu_op", "cuda_runtime"])
+@pytest.mark.parametrize("wrong", MALFORMED.values(), ids=list(MALFORMED))
+def test_malformed_events_are_left_out_and_counted(wrong: dict[str, Any], category: str, tmp_path: Path) -> None:
+    event = kernel("a_gemm", 0, 1)[0] | {"cat": category}
+    path = write(tmp_path / "t.json", [event, event | wrong])
+    told = [one for one in explain_traces([path]).findings if one.id == "explain.incomplete"]
+    assert [one.evidence for one in told] == [
+        "t.json: 1 of 2 events are malformed and left out, the first is number 2."
+    ]
+    assert "explain.incomplete" in {one.id for one in compare_traces(path, path).findings}
+    bad = explain_traces([write(tmp_path / "t.json", [event | wrong])])
+    assert {one.id for one in bad.findings} >= {"explain.incomplete", "explain.trace-without-gpu"}
+
+
+@pytest.mark.parametrize("arguments", [{"correlation": "x", "stream": "s"}, {"correlation": 1e300, "stream": 1 << 40}])
+def test_numbers_that_are_none_are_unknown(arguments: dict[str, Any], tmp_path: Path) -> None:
+    events = [event | {"args": arguments} for event in kernel("a_gemm", 1, 1, launch=0)]
+    assert read_trace(write(tmp_path / "t.json", [*events, span("module:a", 0, 1)])).stream.tolist() == [-1]
+    assert explain_traces([tmp_path / "t.json"]).tables
+
+
+def test_kernels_of_no_length_are_shared_out_to_nothing(tmp_path: Path) -> None:
+    one = load(write(tmp_path / "t.json", [*kernel("a_gemm", 0, 0), *kernel("a_gemm", 5, 0)]))
+    assert one.parts["matrix products"] == 0 and sum(one.parts.values()) == pytest.approx(5e-3)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "hello", '{"a": [1, 2]}', "\x00\x01\x02", '{"traceEvents": []}', "[]"])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.explain.kinds import NAMES, kind_index
-from paceline.explain.trace_file import events_of
+from paceline.explain.trace_events import events_of, number_of
 
 MODULE, PHASE = "module: ", "phase: "
 """As `observe/capture.py` names spans."""
@@ -117,10 +117,16 @@ def attribute(path: Path) -> Attribution:
         start, length = float(event["ts"]), float(event.get("dur", 0) or 0)
         arguments = event.get("args") or {}
         if category in _GPU:
-            kernels.append((str(event["name"]), str(category), length * 1e-6, int(arguments.get("correlation", -1))))
+            kernels.append(
+                (str(event.get("name", "")), str(category), length * 1e-6, number_of(arguments.get("correlation")))
+            )
         elif category in _RUNTIME or category in ("cpu_op", "user_annotation"):
             span = _Span(
-                start=start, end=start + length, category=str(category), name=str(event["name"]), arguments=arguments
+                start=start,
+                end=start + length,
+                category=str(category),
+                name=str(event.get("name", "")),
+                arguments=arguments,
             )
             threads[event.get("tid")].append(span)
     return _attribute(threads, kernels)

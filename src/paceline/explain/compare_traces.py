@@ -13,6 +13,7 @@ from paceline.explain.explanation import Explanation, bars
 from paceline.explain.host_parts import host_trace
 from paceline.explain.kinds import COMMUNICATION, collective_of
 from paceline.explain.rank_trace import RankTrace, as_dict, load
+from paceline.explain.trace_rules import incomplete
 from paceline.report import units
 from paceline.report.table import Table, table
 
@@ -35,7 +36,7 @@ def compare_traces(first: Path, second: Path) -> Explanation:
         {name: seconds / number for name, seconds in one.parts.items()}
         for one, number in zip((a, b), steps or (1, 1), strict=True)
     ]
-    causes = [*_slower_collectives(a, b, steps or (1, 1)), *_trace_difference(a, b, parts)]
+    causes = [*incomplete((a, b)), *_slower_collectives(a, b, steps or (1, 1)), *_trace_difference(a, b, parts)]
     talks = [_collectives_table(a, b)] if mean_collectives(a) or mean_collectives(b) else []
     return Explanation(
         title=f"{first.name} and {second.name}",
@@ -191,7 +192,7 @@ def compare_host_traces(a: RankTrace, b: RankTrace) -> Explanation:
         )
         if known
         else (),
-        findings=(cause.finding(),),
+        findings=tuple(each.finding() for each in (cause, *incomplete((a, b)))),
         data={"traces": [as_dict(a), as_dict(b)], "per_step": bool(steps), "parts": parts, "operators": spent},
         pictures=(bars("Where the time went", (a.trace.path.name, b.trace.path.name), parts),) if known else (),
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.explain.attribution import BACKWARD
 from paceline.explain.timeline import Floats, union
-from paceline.explain.trace_file import events_of
+from paceline.explain.trace_events import events_of
 
 Spans = tuple[Floats, Floats]
 """Starts and ends."""
@@ -98,14 +98,12 @@ def host_operators(path: Path) -> HostOperators:
     for event in events_of(path):
         if event.get("ph") != "X" or event.get("cat") != "cpu_op":
             continue
-        span = _span(event)
-        if span is not None:
-            text = str(event.get("name", ""))
-            name = names.setdefault(text, len(names))
-            if text.startswith(BACKWARD):
-                undone.add(name)
-            thread = event.get("pid"), event.get("tid")
-            threads.setdefault(thread, _Thread()).take(*span, name)
+        text = str(event.get("name", ""))
+        name = names.setdefault(text, len(names))
+        if text.startswith(BACKWARD):
+            undone.add(name)
+        thread = event.get("pid"), event.get("tid")
+        threads.setdefault(thread, _Thread()).take(event["ts"], event["ts"] + event["dur"], name)
     microseconds = np.zeros(len(names))
     for thread_of in threads.values():
         thread_of.add_own(microseconds)
@@ -139,12 +137,3 @@ def own_seconds(path: Path) -> Mapping[str, float]:
         ConfigError: the trace cannot be read.
     """
     return host_operators(path).own
-
-
-def _span(event: Mapping[str, Any]) -> tuple[float, float] | None:
-    """(start, end) in microseconds; None of an event without times. Some writers quote numbers."""
-    try:
-        start = float(event["ts"])
-        return start, start + float(event.get("dur") or 0.0)
-    except (KeyError, TypeError, ValueError):
-        return None

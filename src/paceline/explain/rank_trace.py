@@ -57,7 +57,8 @@ class RankTrace:
         one = self.breakdown
         computing = {name: seconds for name, seconds in one.by_kind.items() if name not in ("communication", "memory")}
         # kernels on several streams overlap: their own times are scaled to the time that is covered
-        scale = one.computation / sum(computing.values()) if computing else 0.0
+        own = sum(computing.values())
+        scale = one.computation / own if own else 0.0
         found = {name: seconds * scale for name, seconds in computing.items()}
         exposed = sum(alone for _, alone, _ in self.collectives.values())
         for kind, (_, alone, _) in self.collectives.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,10 @@ def kind_of(path: Path) -> Kind:
     if path.suffix == ".toml":
         raise ConfigError(f"{path} is a recipe: it tells what to run, not how it ran", next_step=_runs_of(path))
     head = _head(path).lstrip("\ufeff \t\r\n")
+    if not head:
+        raise ConfigError(
+            f"{path} is empty", next_step="Give a run folder, traces (*.json, *.json.gz) or a training log."
+        )
     if head.startswith(("{", "[")) and ('"traceEvents"' in head or '"ph"' in head or "log_history" not in head):
         if head.startswith("{") and "log_history" in head:
             return "log"
@@ -159,5 +164,5 @@ def _head(path: Path) -> str:
                 return file.read(1 << 16).decode(errors="replace")
         with path.open("rb") as file:
             return file.read(1 << 16).decode(errors="replace")
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return "{" if path.suffix in (".json", ".gz") else ""

@@ -8,26 +8,23 @@ file that ends in the middle of an event is read up to there.
 from __future__ import annotations
 
 import json
-import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
 from paceline.explain.kinds import kind_index
+from paceline.explain.trace_events import Events, finite, number_of, open_trace, whole_event, why_no_events
 
-_CHUNK = 1 << 22
 _GPU = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"))
 _RUNTIME = frozenset(("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime"))
 _SPANS = frozenset(("user_annotation", "gpu_user_annotation"))
-_HEAD = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,33 +85,30 @@ class _Collected:
         self.host_first, self.host_last = float("inf"), float("-inf")
 
     def take(self, event: Mapping[str, Any]) -> None:
+        """A whole event (`trace_events.whole_event`)."""
         if event.get("ph") != "X":
             return
         category = event.get("cat")
-        start, length = event.get("ts"), event.get("dur", 0)
-        if isinstance(start, str) or isinstance(length, str):  # some writers quote numbers
-            start, length = float(start or 0), float(length or 0)
-        if start is None or not isinstance(start, int | float):
-            return
+        start, length = event["ts"], event["dur"]
         if category in _GPU:
-            self._gpu(event, float(start), float(length))
+            self._gpu(event, start, length)
         elif category in _RUNTIME:
-            self._host(float(start), float(length))
+            self._host(start, length)
             name = str(event.get("name", ""))
             if "Synchronize" in name:
                 self.waits[name[:200]] += 1
-            correlation = (event.get("args") or {}).get("correlation")
-            if isinstance(correlation, int):
+            correlation = number_of((event.get("args") or {}).get("correlation"))
+            if correlation >= 0:
                 self.launch_ids.append(correlation)
-                self.launch_times.append(float(start))
+                self.launch_times.append(start)
         elif category == "cpu_op":
             self.host_ops += 1
-            self._host(float(start), float(length))
+            self._host(start, length)
         elif category in _SPANS and category == "user_annotation":
-            self._host(float(start), float(length))
+            self._host(start, length)
             spans = self.spans.setdefault(str(event.get("name", ""))[:200], [])
             if len(spans) < 100_000:
-                spans.append((float(start), float(start) + float(length)))
+                spans.append((start, start + length))
 
     def _host(self, start: float, length: float) -> None:
         self.host_first = min(self.host_first, start)
@@ -131,9 +125,9 @@ class _Collected:
         self.name.append(name)
         self.kind.append(self.kind_of_name[name])
         stream = arguments.get("stream", event.get("tid", -1))
-        self.stream.append(int(stream) if isinstance(stream, int | float) else -1)
+        self.stream.append(number_of(stream, 32))
         correlation = arguments.get("correlation", arguments.get("External id", -1))
-        self.correlation.append(int(correlation) if isinstance(correlation, int) else -1)
+        self.correlation.append(number_of(correlation))
         self.bytes_moved.append(_bytes(arguments))
         group = arguments.get("Process Group Name") or arguments.get("Process Group Ranks")
         self.group.append(-1 if group is None else self.groups.setdefault(str(group), len(self.groups)))
@@ -143,18 +137,12 @@ _WIDTHS = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 
 
 
 def _bytes(arguments: Mapping[str, Any]) -> float:
-    moved = arguments.get("bytes")
-    if isinstance(moved, int | float):
-        return float(moved)
-    elements = max(
-        (
-            value
-            for value in (arguments.get("In msg nelems"), arguments.get("Out msg nelems"))
-            if isinstance(value, int | float)
-        ),
-        default=None,
-    )
-    return float("nan") if elements is None else float(elements) * _WIDTHS.get(str(arguments.get("dtype")), 2)
+    moved = finite(arguments.get("bytes"))
+    if moved is not None:
+        return moved
+    counted = (finite(arguments.get("In msg nelems")), finite(arguments.get("Out msg nelems")))
+    elements = max((each for each in counted if each is not None), default=None)
+    return float("nan") if elements is None else elements * _WIDTHS.get(str(arguments.get("dtype")), 2)
 
 
 def read_trace(path: Path, *, report: Callable[[int], object] = lambda done: None) -> TraceData:
@@ -170,153 +158,36 @@ def read_trace(path: Path, *, report: Callable[[int], object] = lambda done: Non
     problems: list[str] = []
     truncated = False
     events = 0
+    malformed: list[int] = []
     try:
-        with _open(path) as file:
-            reader = _Events(file, report)
+        with open_trace(path) as file:
+            reader = Events(file, report)
             for event in reader:
                 events += 1
-                if isinstance(event, dict):
-                    collected.take(event)
+                taken = whole_event(event) if isinstance(event, dict) else None
+                if taken is not None:
+                    collected.take(taken)
+                else:
+                    malformed.append(events)
             truncated = reader.truncated
-            head = reader.head
+            head, reason, damaged = reader.head, why_no_events(file, reader), getattr(file, "damaged", False)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", evidence=str(error), next_step="Give a trace file.") from error
     if not events:
         raise ConfigError(
-            f"{path} is no Kineto or Perfetto JSON trace: it has no traceEvents",
-            evidence=f"It begins with {head[:60]!r}.",
+            f"{path} is no Kineto or Perfetto JSON trace: {reason}",
+            evidence=f"It begins with {head[:60]!r}." if head else "",
             next_step="Export it with torch.profiler: prof.export_chrome_trace('trace.json.gz').",
         )
     if truncated:
-        problems.append(f"{path.name} ends in the middle; read are the {events:,} events before")
+        ends = "is a damaged gzip file" if damaged else "ends in the middle"
+        problems.append(f"{path.name} {ends}; read are the {events:,} events before")
+    if malformed:
+        problems.append(
+            f"{path.name}: {len(malformed):,} of {events:,} events are malformed and left out, the first is number "
+            f"{malformed[0]:,}"
+        )
     return _finish(path, collected, _facts(head), truncated, problems)
-
-
-def events_of(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The events of a trace one by one, for who wants more of them than `read_trace` keeps.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        with _open(path) as file:
-            for event in _Events(file, lambda done: None):
-                if isinstance(event, dict):
-                    yield event
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read", evidence=str(error), next_step="Give a trace file.") from error
-
-
-def _open(path: Path) -> BinaryIO | _Gunzip:
-    raw = path.open("rb")
-    magic = raw.read(2)
-    raw.seek(0)
-    return _Gunzip(raw) if magic == b"\x1f\x8b" else raw
-
-
-class _Gunzip:
-    """Unzips as far as the file goes: what was read before a cut is given, where `gzip` would raise and keep it."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._unzip = raw, zlib.decompressobj(31)
-
-    def __enter__(self) -> _Gunzip:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._raw.close()
-
-    def read(self, size: int) -> bytes:
-        """About so many bytes, none at the end."""
-        found = bytearray()
-        while len(found) < size:
-            packed = self._unzip.unconsumed_tail or self._raw.read(1 << 20)
-            if self._unzip.eof:
-                # another member may follow
-                packed = self._unzip.unused_data + packed
-                self._unzip = zlib.decompressobj(31)
-            if not packed:
-                break
-            try:
-                found += self._unzip.decompress(packed, size - len(found))
-            except zlib.error:
-                break
-        return bytes(found)
-
-
-class _Events:
-    """The objects of ``traceEvents``, or of a bare list, in order."""
-
-    def __init__(self, file: BinaryIO | _Gunzip, report: Callable[[int], object]) -> None:
-        self._file, self._report = file, report
-        self.head = b""
-        self.truncated = False
-
-    def __iter__(self) -> Iterator[Any]:
-        decode = json.JSONDecoder(strict=False).raw_decode
-        text, position = self._begin()
-        if text is None:
-            return
-        done = 0
-        while True:
-            position = _skip(text, position)
-            if position >= len(text):
-                more = self._more()
-                if not more:
-                    self.truncated = True
-                    return
-                text, position = more, 0
-                continue
-            if text[position] == "]":
-                return
-            try:
-                event, position = decode(text, position)
-                # a number at the end of the buffer may go on; events are objects, which cannot
-            except ValueError:
-                more = self._more()
-                if not more:
-                    self.truncated = True
-                    return
-                text, position = text[position:] + more, 0
-                if len(text) > 64 * _CHUNK:
-                    # one event of more than 256 MB is no event
-                    self.truncated = True
-                    return
-                continue
-            yield event
-            done += 1
-            if position > _CHUNK:
-                text, position = text[position:], 0
-
-    def _begin(self) -> tuple[str | None, int]:
-        text = ""
-        while True:
-            more = self._more()
-            text += more
-            self.head = self.head or text[:_HEAD].encode(errors="replace")
-            stripped = text.lstrip("\ufeff \t\r\n")
-            if stripped.startswith("["):
-                return text, text.index("[") + 1
-            key = text.find('"traceEvents"')
-            if key >= 0 and (start := text.find("[", key)) >= 0:
-                self.head = text[: max(key, 1)].encode(errors="replace")
-                return text, start + 1
-            if not more or (stripped and stripped[0] != "{") or len(text) > 64 * _CHUNK:
-                return None, 0
-
-    def _more(self) -> str:
-        chunk = self._file.read(_CHUNK)
-        self._report(len(chunk))
-        # a character cut at the end of a chunk is in a name at most; events are cut by structure
-        return chunk.decode("utf-8", errors="replace")
-
-
-def _skip(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n,":
-        position += 1
-    return position
 
 
 def _facts(head: bytes) -> Mapping[str, Any]:
@@ -341,8 +212,9 @@ def _finish(path: Path, found: _Collected, facts: Mapping[str, Any], truncated: 
     def column(values: array[Any], dtype: Any) -> NDArray[Any]:
         return np.frombuffer(values, dtype=dtype)[order].copy() if values else np.zeros(0, dtype=dtype)
 
-    properties = facts.get("deviceProperties") or [{}]
-    distributed = facts.get("distributedInfo") or {}
+    properties, distributed = facts.get("deviceProperties"), facts.get("distributedInfo")
+    properties = properties if isinstance(properties, list) and properties else [{}]
+    distributed = distributed if isinstance(distributed, dict) else {}
     return TraceData(
         path=path,
         rank=distributed.get("rank") if isinstance(distributed.get("rank"), int) else None,

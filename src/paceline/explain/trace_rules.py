@@ -32,6 +32,20 @@ def trace_causes(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
 
     Of work of GPUs; `host_trace_rules.host_causes` judges traces that hold none.
     """
+    yield from incomplete(loaded)
+    with_gpu = [one for one in loaded if len(one.trace.start)]
+    if not with_gpu:
+        return
+    yield from _communication(with_gpu)
+    yield from _late_ranks(with_gpu)
+    for one in with_gpu[:1]:
+        yield from _idle(one)
+        yield from _synchronised_each_micro_step(one)
+        yield from _kernels(one)
+
+
+def incomplete(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
+    """What of the traces could not be read."""
     problems = [problem for one in loaded for problem in one.trace.problems]
     if problems:
         yield Cause(
@@ -43,15 +57,6 @@ def trace_causes(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
             severity="note",
             gain="-",
         )
-    with_gpu = [one for one in loaded if len(one.trace.start)]
-    if not with_gpu:
-        return
-    yield from _communication(with_gpu)
-    yield from _late_ranks(with_gpu)
-    for one in with_gpu[:1]:
-        yield from _idle(one)
-        yield from _synchronised_each_micro_step(one)
-        yield from _kernels(one)
 
 
 def _communication(loaded: Sequence[RankTrace]) -> Iterator[Cause]:
