@@ -148,6 +148,11 @@ def test_a_model_that_is_not_here_is_told(folder: Path, command: Command) -> Non
     assert code == 0 and 'init_from = "Qwen/Qwen3-8B"' in out
     assert "hf download Qwen/Qwen3-8B --local-dir Qwen/Qwen3-8B" in err
     assert "data.train names what is not here: AI-ModelScope/alpaca" in err
+    for path in ("models/qwen/8b", "/models/qwen", "./qwen"):  # paths: no name of a hub
+        code, _, err = command(
+            "--from", "ms-swift", f"swift sft --model {path} --max_steps 3 --dataset rows/mine.jsonl"
+        )
+        assert code == 0 and "is no folder here" in err and "It is a path" in err and "hf download" not in err
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,11 @@ def test_epochs_of_rows_that_are_not_here_are_told() -> None:
 def test_a_template_that_is_not_built_in_is_the_tokenizers_own() -> None:
     found = llamafactory(template="deepseek3", max_steps=1)
     assert "data.template" not in found.fields and "template" in ids(found, "warning")
+    told = next(one.evidence for one in found.findings if "template" in one.subject)
+    assert "chatml, llama3, mistral, gemma, zephyr, alpaca, vicuna, qwen;" in told
+    found = llamafactory(template="llama3x", max_steps=1)
+    told = next(one.evidence for one in found.findings if "template" in one.subject)
+    assert "(the nearest: llama3)" in told
 
 
 def test_keys_that_ask_for_nothing_are_not_told() -> None:

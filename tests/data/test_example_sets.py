@@ -58,6 +58,15 @@ def test_bad_rows_are_refused_with_their_places(tmp_path: Path) -> None:
         build(train=write(tmp_path / "b.jsonl", [chat("b", "")]), bad_rows="skip")
 
 
+def test_markers_that_the_tokenizer_lacks_are_a_warning_with_a_next_step(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat("a"), chat("b")])
+    (told,) = build(train=path, template="gemma").warnings
+    assert told.startswith("data.template = 'gemma': <start_of_turn>, <end_of_turn> are no tokens of tokenizer byte")
+    assert "Set data.template" in told and "data.tokenizer" in told
+    data = build(train=path, template="alpaca")
+    assert data.warnings == () and "tokens of" not in data.reports[0].note
+
+
 def test_only_the_first_bad_rows_are_listed(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         build(train=write(tmp_path / "a.jsonl", [chat("a", "")] * 500 + [chat("a")]))

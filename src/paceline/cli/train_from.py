@@ -26,6 +26,8 @@ from paceline.report.finding import Finding, exit_code, worst_first
 _PROGRAMS = {"llamafactory": ("llamafactory-cli", "lmf"), "ms-swift": ("swift", "megatron")}
 """Commands of each system that a script is searched for."""
 _COMMANDS = ("sft", "pt", "rlhf")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""A hub's name of a model: OWNER/NAME, or NAME alone; anything else is a path of this machine."""
 _FILES = (".yaml", ".yml", ".json")
 
 
@@ -290,7 +292,9 @@ def _model_findings(tables: Mapping[str, Any]) -> list[Finding]:
             severity="warning",
             subject=f"model.init_from = {name!r} is no folder here",
             evidence="Weights are read from a folder; nothing is downloaded.",
-            next_step=f"Download it there first: hf download {name} --local-dir {name}",
+            next_step=f"Download it there first: hf download {name} --local-dir {name}"
+            if _HUB_NAME.fullmatch(name)
+            else "It is a path: look for a mistype, or set model.init_from to the folder that holds the model.",
         )
     ]
 

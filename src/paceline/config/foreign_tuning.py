@@ -5,6 +5,7 @@ Each system's file says under which of its keys these are found.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -205,12 +206,15 @@ def template(draft: Draft, key: str) -> None:
     if name in TEMPLATES:
         draft.put("data.template", TEMPLATES[name], key)
         return
+    built_in = list(dict.fromkeys(TEMPLATES.values()))
+    near = difflib.get_close_matches(name, TEMPLATES, n=1, cutoff=0.5)
+    nearest = f" (the nearest: {TEMPLATES[near[0]]})" if near else ""
     draft.find(
         "template",
         "warning",
         f"{key}: {name} becomes the tokenizer's own chat template",
-        "Templates are not built in for each model: instruct models bring theirs in tokenizer_config.json.",
-        "A model without one: set data.template to a name of `paceline train --print-schema`, or to a Jinja file.",
+        f"Built in are {', '.join(built_in)}{nearest}; instruct models bring theirs in tokenizer_config.json.",
+        "A model without one: set data.template to one of these, or to a Jinja file.",
     )
 
 

@@ -84,6 +84,8 @@ class Datasets:
     valid: Split | None
     test: Split | None
     tokenizer_info: TokenizerInfo
+    warnings: tuple[str, ...] = ()
+    """What a run should say aloud before it learns from these data, each with its next step."""
 
     @property
     def reports(self) -> tuple[SourceReport, ...]:

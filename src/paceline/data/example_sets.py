@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,7 +66,26 @@ def build_row_datasets(config: DataConfig, request: RowRequest, *, train_samples
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
     )
-    return Datasets(train=found, valid=splits.get("valid"), test=splits.get("test"), tokenizer_info=info)
+    return Datasets(
+        train=found,
+        valid=splits.get("valid"),
+        test=splits.get("test"),
+        tokenizer_info=info,
+        warnings=tuple(_loose_markers(encoder, config.template)),
+    )
+
+
+def _loose_markers(encoder: Encoder, template: str) -> Iterator[str]:
+    """A template of another family than the tokenizer's: its markers are learned as the text that they are."""
+    loose = encoder.loose_markers
+    if loose:
+        what = "are no tokens" if len(loose) > 1 else "is no token"
+        yield (
+            f"data.template = {template!r}: {', '.join(loose)} {what} of "
+            f"tokenizer {encoder.tokenizer.name}: a model learns them as text, of several tokens each. Set "
+            "data.template to that of the tokenizer's family (empty = its own, where it has one; alpaca, vicuna and "
+            "zephyr are plain text), or data.tokenizer to one that has these tokens."
+        )
 
 
 def _sources(value: str | Sequence[DataSource]) -> tuple[DataSource, ...]:
@@ -138,7 +157,7 @@ class _Builder:
             tokens=tokens,
             samples=len(source),
             epochs=len(source) / source.rows_an_epoch,
-            note=_note(fitted, source, opened.examples.tally, self.encoder),
+            note=_note(fitted, source, opened.examples.tally),
         )
         return source, report
 
@@ -214,11 +233,9 @@ class _Builder:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _note(fitted: Fitted, source: ExampleRows, tally: Tally, encoder: Encoder) -> str:
+def _note(fitted: Fitted, source: ExampleRows, tally: Tally) -> str:
     full = int(fitted.selection.sizes.sum()) / source.tokens_an_epoch
     parts = [f"{len(fitted.selection.members):,} examples in {len(source.rows):,} sequences, {full:.1%} full"]
-    if encoder.loose_markers:
-        parts.append(f"no tokens of this tokenizer, but text: {', '.join(encoder.loose_markers)}")
     if tally.bad:
         parts.append(f"skipped: {tally.summary()}")
     parts += fitted.told()

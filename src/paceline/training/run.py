@@ -201,6 +201,8 @@ class _Run:
             log.info("optimizer groups\n%s", parts.optimizer.describe(self.config.learns))
             for report in datasets.reports:
                 log.info("%s", report)
+            for warning in datasets.warnings:
+                log.warning("%s", warning)
         parts = replace(parts, documents=documents_of(datasets, self.ranks))
         self._mark_exports(start.progress.step)
         saver = RunSaver(parts, self.manager, datasets, base)
