@@ -149,6 +149,47 @@ def test_a_missing_rank_is_a_launch_error() -> None:
         raise AssertionError("must not get here")
 
 
+LATE = """
+import sys, torch, torch.distributed as dist
+from paceline.errors import LaunchError
+from paceline.runtime.process import process_group, process_info
+info = process_info()
+try:
+    with process_group(info, torch.device("cpu"), timeout_seconds=float(sys.argv[1])):
+        dist.barrier()  # both have met: what comes after takes its own time
+        if info.rank == 1:
+            sys.stdin.read()
+            sys.exit()
+        dist.all_reduce(torch.ones(1))
+except LaunchError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_rank_that_does_not_come_is_waited_for_and_then_told_plainly() -> None:
+    """Rank 1 hangs until the test lets it go."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first, hung = (
+        subprocess.Popen(
+            [sys.executable, "-c", LATE, "6"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    )
+    try:
+        told = first.communicate(timeout=120)[0]
+    finally:
+        hung.communicate(timeout=120)
+    assert told.startswith("LaunchError rank 0 of 2 waited 6 s for another rank in a collective"), told
+    assert "Timed out waiting" in told and "`paceline explain RUN`" in told
+
+
 def _vote(rank: int, world_size: int) -> tuple[bool, bool]:
     return any_rank(rank == 1), any_rank(False)
 

@@ -73,6 +73,7 @@ def process_group(
     Raises:
         LaunchError: the processes did not meet within ``timeout_seconds``, or the network refused.
         LostContactError: another rank ended in the middle of the block.
+        LaunchError: also if another rank did not come to a collective in that time (gloo; NCCL ends the process).
     """
     environ = os.environ if environ is None else environ
     if device.type == "cuda":
@@ -107,6 +108,14 @@ def process_group(
                 next_step="The rank that ended first knows why: see its message, or its file in the run folder's logs. "
                 "Without either, the system ended it (out of memory?): look at `dmesg`.",
             ) from error
+        if _PEER_IS_LATE in str(error):
+            raise LaunchError(
+                f"rank {info.rank} of {info.world_size} waited {timeout_seconds:g} s for another rank in a collective, "
+                "and gave up",
+                evidence=str(error).splitlines()[0],
+                next_step="`paceline explain RUN`, with the run's folder, names the rank that hangs and shows where. "
+                "If it was only slow, raise cluster.timeout_seconds.",
+            ) from error
         raise
     except BaseException:
         _tear_down(after_error=True)
@@ -124,6 +133,8 @@ def _let_flight_recorder_write(environ: MutableMapping[str, str]) -> None:
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 """What gloo and NCCL say; they have no class of error for it."""
+_PEER_IS_LATE = "Timed out waiting"
+"""What gloo says after the timeout of its group."""
 
 
 def _store(info: ProcessInfo, timeout: timedelta) -> dist.Store:
