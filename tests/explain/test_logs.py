@@ -215,6 +215,8 @@ def test_the_hugging_face_trainer_is_read(tmp_path: Path) -> None:
     found = explain_log(log(tmp_path, *text))
     assert found.data["framework"] == "Hugging Face Trainer" and found.data["seconds"] == pytest.approx(1.5)
     assert found.data["train_samples_per_second"] == 10.7
+    rows = {row[0]: row[1:] for row in found.tables[0].rows}
+    assert rows["training took"] == ("5 min 00 s", "in all") and rows["step"] == ("1.50 s", "median")
     state = tmp_path / "trainer_state.json"
     state.write_text(
         json.dumps({"max_steps": 20, "log_history": [{"loss": 1.5, "step": 10}, {"loss": 1.2, "step": 20}]})

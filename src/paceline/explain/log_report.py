@@ -110,10 +110,22 @@ _LABELS = {
     "train_runtime": ("training took", units.duration),
 }
 
+_NOT_MEDIANS = {
+    "train_runtime": "in all",
+    "train_samples_per_second": "of the whole run",
+    "train_steps_per_second": "of the whole run",
+    "peak_tflops": "",
+}
+"""What numbers are that are no medians of steps."""
+
 
 def _facts_table(log: LogData, facts: dict[str, float]) -> Table:
     rows = [("logged steps", str(len(log.steps)), f"of {log.total_steps}" if log.total_steps else "")]
-    rows += [(_LABELS[name][0], _LABELS[name][1](value), "median") for name, value in facts.items() if name in _LABELS]
+    rows += [
+        (_LABELS[name][0], _LABELS[name][1](value), _NOT_MEDIANS.get(name, "median"))
+        for name, value in facts.items()
+        if name in _LABELS
+    ]
     return table(("log", "", ""), rows, title=f"{log.framework}")
 
 
