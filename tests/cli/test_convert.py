@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from paceline.cli.convert import convert
@@ -38,6 +39,35 @@ def test_the_format_is_found_and_both_sides_are_compared(tmp_path: Path) -> None
     assert "largest logit difference" in output
     names = {path.name for path in (tmp_path / "back").iterdir()}
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"} <= names
+
+
+def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    source = hub.save("qwen3", tmp_path / "hf")
+    tensors = hub.tensors(source)
+    adapter = write_adapter(tmp_path / "adapter", tensors, ["model.layers.1.mlp.gate_proj"])
+    assert "NaN" not in call(source, tmp_path / "plain", "--to", "hf")
+    weights = {name: tensor.clone() for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
+    for tensor in weights.values():
+        tensor[0, 0] = float("nan")
+    save_file(weights, adapter / "adapter_model.safetensors")
+    output = call(source, tmp_path / "merged", "--to", "hf", "--adapter", adapter)
+    assert "1 tensor holds NaN or infinity as written: blocks.1.feed_forward.gate_proj.weight" in " ".join(
+        output.split()
+    )
+    large = {name: tensor * 1e7 if name.endswith("down_proj.weight") else tensor for name, tensor in tensors.items()}
+    save_file(large, source / "model.safetensors", metadata={"format": "pt"})
+    output = call(source, tmp_path / "half", "--to", "hf", "--dtype", "fp16")
+    assert "2 tensors hold NaN or infinity as written" in " ".join(output.split())
+
+
+def test_nothing_is_written_into_the_source(tmp_path: Path) -> None:
+    source = hub.save("qwen3", tmp_path / "hf")
+    before = sorted(source.iterdir())
+    with pytest.raises(ConfigError, match=r"lies in .* which is converted"):
+        call(source, source / "sub" / "ours")
+    with pytest.raises(ConfigError, match="which is converted"):
+        call(source, source / "adapter", "--to", "peft")
+    assert sorted(source.iterdir()) == before
 
 
 def test_a_model_that_says_something_else_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

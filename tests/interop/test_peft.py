@@ -98,6 +98,23 @@ def test_patterns_and_rank_stabilised_scale(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, ""),
+        ({"target_modules": "all-linear", "lora_dropout": 0.1, "megatron_core": "megatron.core"}, ""),
+        ({"target_modules": r".*\.q_proj"}, "2 of its pairs are of modules that target_modules = "),
+        ({"exclude_modules": ["q_proj"]}, 'exclude_modules = ["q_proj"] in adapter_config.json leaves out: PEFT would'),
+        ({"use_newlora": True, "new_config": None}, "settings that are not known here, and passed over: use_newlora"),
+    ],
+)
+def test_what_settings_say_beside_the_pairs_is_told(config: dict, said: str, tmp_path: Path) -> None:
+    source = hub.save("llama_biases", tmp_path / "hf")
+    adapter = read_adapter(write_adapter(tmp_path / "a", hub.tensors(source), TARGETS["llama_biases"], **config))
+    assert len(adapter.pairs) == 3 and (said in " ".join(adapter.notes) if said else adapter.notes == ())
+    assert set(adapter.notes) <= set(merge(open_source(source), adapter).notes)
+
+
 def _drop_half(folder: Path) -> None:
     from safetensors.torch import load_file
 
@@ -109,6 +126,10 @@ def _drop_half(folder: Path) -> None:
 def _cut(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-20])
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
 def _add(folder: Path) -> None:
@@ -128,6 +149,7 @@ def _add(folder: Path) -> None:
         (lambda f: None, {"r": 8}, r"lm_head.lora_A \[3, 64\] has rank 3, r = 8"),
         (lambda f: None, {"rank_pattern": {"lm_h.*": 5}}, r"has rank 3, rank_pattern\['lm_h\.\*'\] = 5"),
         (_cut, {}, "adapter_model.safetensors cannot be read"),
+        (_pickle, {}, "has adapter_model.bin alone, which is not read"),
         (_drop_half, {}, "is not whole: .* has lora_B"),
         (_add, {}, "no half of a pair: base_model.model.lm_head.weight"),
         (lambda f: None, {"use_dora": True}, "is not whole: lm_head has lora_A and lora_B"),

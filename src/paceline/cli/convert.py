@@ -81,7 +81,7 @@ def convert(
       paceline convert my-model for-megatron --to megatron
 
     """
-    from paceline.interop.convert import DTYPES, Options, refuse_existing
+    from paceline.interop.convert import DTYPES, Options, refuse_existing, refuse_inside
     from paceline.interop.convert import convert as run
     from paceline.interop.sources import FORMATS, cut_vocabulary, open_source
     from paceline.report.console import make_console
@@ -90,6 +90,7 @@ def convert(
     if to == "peft":
         from paceline.interop.peft_write import convert_adapter
 
+        refuse_inside(target, source)
         written = convert_adapter(source, target)
         for note in written.notes:
             make_console(stderr=True).print(note, soft_wrap=True, markup=False)
@@ -103,6 +104,7 @@ def convert(
     refuse_existing(target)
     ignored = tuple(ignore_key or ())
     opened = open_source(source, ignore_keys=ignored, like=like)
+    refuse_inside(target, source)  # of a run's whole folder, not of its checkpoint alone
     if vocab_size:
         opened = cut_vocabulary(opened, vocab_size)
     if adapter:

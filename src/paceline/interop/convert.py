@@ -28,6 +28,7 @@ from paceline.config.load import dump_recipe
 from paceline.config.lora import LoraConfig
 from paceline.config.run import RunConfig
 from paceline.errors import CheckpointError, ConfigError
+from paceline.interop.finite import FiniteWatch
 from paceline.interop.hf_links import model_shapes
 from paceline.interop.hf_names import PREDICTS_MORE
 from paceline.interop.hf_write import SHARD_BYTES, HubWriter, cast_dtypes, plan_hub
@@ -105,22 +106,29 @@ def convert(opened: Opened, dst: Path, options: Options, meter: Meter | None = N
     Multi-token prediction is left out where the format has no names for it.
 
     Raises:
-        ConfigError: ``dst`` exists, or the format cannot hold this model.
+        ConfigError: ``dst`` exists or is in the source's folder, or the format cannot hold this model.
         CheckpointError: the source is damaged, or the disk is too small.
     """
     meter = meter or Silent()
     refuse_existing(dst)
+    refuse_inside(dst, opened.path)
     opened, left_out = _without_mtp(opened, options)
     shapes = opened.weights.shapes()
     dtypes = cast_dtypes({name: opened.weights.dtype(name) for name in shapes}, DTYPES[options.dtype])
     assert shapes == model_shapes(opened.model), "a source gives exactly the tensors of its model"
     total = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
     write = {"hf": _write_hf, "paceline": _write_paceline, "megatron": _write_megatron}[options.to]
+    watched = FiniteWatch(opened.weights, dtypes)
+    opened = replace(opened, weights=watched)
     with new_folder(dst, total) as temporary:
         meter.start(total)
         write(opened, temporary, dtypes, options, meter)
     return Converted(
-        path=dst, num_tensors=len(shapes), num_bytes=total, left_out=left_out, warnings=_warnings(opened, options.to)
+        path=dst,
+        num_tensors=len(shapes),
+        num_bytes=total,
+        left_out=left_out,
+        warnings=(*watched.warnings(), *_warnings(opened, options.to)),
     )
 
 
@@ -153,6 +161,16 @@ def refuse_existing(dst: Path) -> None:
             f"{dst} exists already",
             evidence="A conversion makes a new folder and never writes over anything.",
             next_step="Give another name, or move that away.",
+        )
+
+
+def refuse_inside(dst: Path, source: Path) -> None:
+    """Raises ConfigError where ``dst`` would lie in the folder ``source``, which is only read."""
+    if dst.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(
+            f"{dst} lies in {source}, which is converted",
+            evidence="A source is only read; a second model in its folder would be taken for a part of it.",
+            next_step=f"Give a folder beside it, such as {source.resolve().parent / dst.name}.",
         )
 
 

@@ -27,6 +27,7 @@ from paceline.config.lora import SCORE
 from paceline.errors import CheckpointError
 from paceline.interop.hf_links import hf_links
 from paceline.interop.links import LinkedSource, LinkTable, whole
+from paceline.interop.peft_notes import notes_on
 from paceline.interop.peft_score import with_score
 from paceline.interop.peft_settings import CONFIG, Settings
 from paceline.interop.sidecars import hub_config
@@ -35,6 +36,7 @@ from paceline.interop.sources import Opened
 __all__ = ["CONFIG", "WEIGHTS", "Adapter", "merge", "misfits", "own_pairs", "read_adapter"]
 
 WEIGHTS = "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
 
 _PREFIX, _BASE = "base_model.model.", ".base_layer.weight"
 _SCORE_MODULES = ("score", "classifier")
@@ -70,6 +72,8 @@ class Adapter:
     """Matrices of the base that were saved with it, as PEFT does for head and embedding."""
     score: Tensor | None = None
     """[1, hidden_size]: of a reward model, learned whole beside the pairs."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of it."""
 
     @property
     def is_dora(self) -> bool:
@@ -130,7 +134,7 @@ def read_adapter(path: Path) -> Adapter:
             evidence=f"modules_to_save = {whole_modules!r} in its {CONFIG}; a reward model has one label.",
             next_step="Copy it again.",
         )
-    return Adapter(path=path, pairs=pairs, base=base, score=score)
+    return Adapter(path=path, pairs=pairs, base=base, score=score, notes=notes_on(path, config, halves))
 
 
 def _check_rank(path: Path, settings: Settings, module: str, down: Tensor) -> None:
@@ -177,6 +181,12 @@ def _refuse_changed_base(path: Path, begun: object) -> None:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
+    if not (path / WEIGHTS).exists() and (path / _PICKLED).exists():
+        raise CheckpointError(
+            f"{path} has {_PICKLED} alone, which is not read",
+            evidence="It is a pickle, which can run code when it is opened.",
+            next_step=f"Save it again as {WEIGHTS}: model.save_pretrained(FOLDER, safe_serialization=True).",
+        )
     try:
         return load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -206,7 +216,7 @@ def merge(opened: Opened, adapter: Adapter, *, take_out: bool = False) -> Opened
         )
     verb = "taken out of" if take_out else "merged into"
     note = f"{adapter.path.name}: {len(adapter.pairs)} pairs are {verb} the weights."
-    notes = (*opened.notes, note)
+    notes = (*opened.notes, *adapter.notes, note)
     if adapter.is_dora:
         if take_out:
             raise CheckpointError(

@@ -36,6 +36,8 @@ def adapter_source(path: Path, model: ModelConfig, lora: LoraConfig) -> WeightSo
         config = hub_config(model, template=None)
         table = hf_links(model, str(config["model_type"]))
         adapter = read_adapter(path)
+        for note in adapter.notes:
+            log.warning("%s", note)
         score = adapter.score
         problems = misfits(adapter, table, config)
         if problems:
