@@ -49,7 +49,8 @@ def test_every_operator_of_a_captured_run_has_an_owner(tmp_path: Path) -> None:
     assert modules["blocks.*.attention.q_proj", "forward"].flops == pytest.approx(2 * 2 * 2 * 2 * 16 * 32 * 32)
     assert modules["blocks.*.attention.q_proj", "backward"].flops == pytest.approx(2 * 2 * 2 * 2 * 2 * 16 * 32 * 32)
     shown = explain_run(folder)
-    assert any(table.title.startswith("By module") for table in shown.tables)
+    (table,) = [table for table in shown.tables if table.title.startswith("By module")]
+    assert found.steps == 2 and table.notes[0].startswith("Sums over 2 captured steps, of ")
     assert shown.data["attribution"][0]["attributed"] >= 0.95
 
 

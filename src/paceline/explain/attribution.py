@@ -68,6 +68,8 @@ class Attribution:
     attributed: float
     """Share of it whose module or phase is known, 0 ... 1."""
     on_gpu: bool
+    steps: int = 0
+    """Steps that were captured, by their updates; 0 where no phase is named. All numbers are sums over them."""
 
     def by_part(self) -> dict[str, float]:
         """Seconds of forward and backward by part of the waterfall: gemm, attention, memory_bound, recompute."""
@@ -157,6 +159,7 @@ def _attribute(threads: Mapping[Any, list[_Span]], kernels: Sequence[tuple[str, 
         seconds=total,
         attributed=known / total if total else 0.0,
         on_gpu=bool(kernels),
+        steps=phases[2].count("optimizer"),
     )
 
 

@@ -48,6 +48,7 @@ def module_table(found: Attribution, title: str) -> Table:
         rows,
         title=title,
         notes=(
+            *([_over(found)] if found.steps else []),
             f"{found.attributed:.1%} of the {what} has an owner. FLOPs are of matrix products and fused attention "
             "(half of it where it is causal; other masks are not regarded), by the shapes of operators; * stands for "
             "all blocks.",
@@ -55,10 +56,18 @@ def module_table(found: Attribution, title: str) -> Table:
     )
 
 
+def _over(found: Attribution) -> str:
+    if found.steps == 1:
+        return "Of one captured step."
+    each = units.duration(found.seconds / found.steps)
+    return f"Sums over {found.steps} captured steps, of {each} each on average."
+
+
 def attribution_data(found: Attribution) -> dict[str, Any]:
     """With operators and shapes, the longest first."""
     return {
         "seconds": found.seconds,
+        "steps": found.steps,
         "attributed": found.attributed,
         "on_gpu": found.on_gpu,
         "rows": [

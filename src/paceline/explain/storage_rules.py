@@ -15,6 +15,8 @@ from paceline.explain.shares import Shares, mean_known
 
 _STATE_BYTES = 12
 """Of a parameter in a checkpoint: fp32 master and two moments."""
+_FULL = 95.0
+"""Per cent of the processors from which on another worker finds none."""
 _SLOW_MB_PER_S = 200.0
 """Of one rank, below which storage is called slow; a single NVMe disk writes several times that."""
 
@@ -34,6 +36,7 @@ def data_causes(view: RunView, shares: Shares, report: RankReport) -> Iterator[C
     waiting = float(mean_known(view.column("io_wait_pct")[worst]))
     workers = view.recipe.get("data.num_workers")
     disk = not np.isnan(waiting) and (waiting > 20 or reading > 100)
+    busy = float(mean_known(view.column("cpu_busy_pct")[worst]))
     where = f" on rank {view.ranks[worst]} ({place_of(view, worst)})" if len(view.ranks) > 1 else ""
     numbers = [f"{seconds * 1e3:.1f} ms of {step * 1e3:.1f} ms a step{where}"]
     if not np.isnan(empty):
@@ -46,14 +49,28 @@ def data_causes(view: RunView, shares: Shares, report: RankReport) -> Iterator[C
         id="explain.data-loading",
         subject=f"{share:.0%} of the step is waiting for data",
         evidence=f"{'; '.join(numbers)}; data.num_workers = {workers}.",
-        next_step=(
-            "The disk is the limit: put the dataset on a local or faster one, or copy it to memory (/dev/shm)."
-            if disk
-            else f"--set data.num_workers={max(4, 2 * int(workers or 0))} --set data.prefetch=16. If samples "
-            "are made on "
-            "the fly (tokenizing), prepare them with `paceline data build`; a faster GPU does not help."
-        ),
+        next_step=_more_data(int(workers or 0), disk=disk, busy=busy, ready=empty == 0),
         share=share,
+    )
+
+
+def _more_data(workers: int, *, disk: bool, busy: float, ready: bool) -> str:
+    """What makes batches come sooner.
+
+    Args:
+        busy: per cent of the processors, nan where it is not known.
+        ready: the loader had a batch at every step.
+    """
+    if disk:
+        return "The disk is the limit: put the dataset on a local or faster one, or copy it to memory (/dev/shm)."
+    if busy >= _FULL:
+        first = f"More workers do not help: processors are {busy:.0f} % busy"
+        if ready:
+            return f"{first}, and a batch was there at every step: fewer threads or programs, or more processors, do."
+        return f"{first}. Prepare samples before (`paceline data build`), or give the job more processors."
+    return (
+        f"--set data.num_workers={max(4, 2 * workers)} --set data.prefetch=16. If samples are made on the fly "
+        "(tokenizing), prepare them with `paceline data build`; a faster GPU does not help."
     )
 
 
