@@ -1,8 +1,8 @@
 """Which rank holds the others back, since when, and why?
 
 Ranks that do the same work (one position in the pipeline) are compared on every step: what a rank's own work takes
-beyond the median of its peers is its excess. In a synchronous step all wait for the largest excess, so that is what
-it costs.
+beyond the median of its peers is its excess. In a synchronous step all wait for the last rank, so a slow rank costs
+what lies between it and the last one of its peers, if none was slow: less than its excess where peers are uneven.
 
 A rank is *slow* where its excess is there in most steps, and *pausing* where it comes now and then. The cause is the
 part of its own work that is larger than its peers', or what the machine says: clock, processor, garbage collection.
@@ -116,8 +116,8 @@ def _slow_ranks(
 ) -> tuple[SlowRank, ...]:
     known = np.nan_to_num(excess)
     worst = known.argmax(axis=0)
-    found = []
-    for position, rank in enumerate(view.ranks):
+    chosen: dict[int, tuple[int, float]] = {}
+    for position in range(len(view.ranks)):
         start = began(known[position])
         late = known[position, start:]
         typical = float(np.median(late)) if len(late) else 0.0
@@ -126,14 +126,18 @@ def _slow_ranks(
         often = float((late > 0.5 * typical).mean()) if typical > 0 else 0.0
         if typical < LEAST_SHARE * step or (last < MOST_STEPS and often < 0.9):
             continue
+        chosen[position] = start, typical
+    costs = _costs(np.nan_to_num(shares.work), peers, chosen)
+    found = []
+    for position, (start, _) in chosen.items():
+        late = known[position, start:]
         cause, detail = _cause(view, shares, peers, position, start)
-        now = float(mean_known(shares.wall[:, start:]))
         found.append(
             SlowRank(
-                rank=rank,
+                rank=view.ranks[position],
                 place=place_of(view, position),
                 seconds=float(late.mean()),
-                share=float(late.mean()) / now,
+                share=costs[position] / float(mean_known(shares.wall[:, start:])),
                 since=int(view.shown_steps[start]) if start else None,
                 cause=cause,
                 detail=detail,
@@ -141,6 +145,24 @@ def _slow_ranks(
             )
         )
     return tuple(sorted(found, key=lambda one: -one.seconds))
+
+
+def _costs(work: Numbers, peers: Sequence[Sequence[int]], slow: Mapping[int, tuple[int, float]]) -> dict[int, float]:
+    """Seconds of a mean step that each slow rank costs: what it comes after the last of its peers, none being slow.
+
+    Args:
+        work: [ranks, steps], a rank's own.
+        slow: by position: since when, and how far it is beyond its peers in a typical step.
+    """
+    healed = work.copy()
+    for position, (start, typical) in slow.items():
+        healed[position, start:] -= typical
+    found = {}
+    for position, (start, _) in slow.items():
+        group = next(each for each in peers if position in each)
+        last = healed[group, start:].max(axis=0)
+        found[position] = float(np.maximum(work[position, start:] - last, 0.0).mean())
+    return found
 
 
 def began(series: Numbers) -> int:
