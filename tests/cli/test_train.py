@@ -188,6 +188,11 @@ def test_data_that_does_not_fit_is_refused_and_the_mended_command_runs(
     missing = train(f"data.train={tmp_path / 'nowhere'}")
     assert_refused(missing, 1, "DataError: ", "nowhere", "paceline data build")
     assert_refused(train("model.max_seq_len=5000", "train.seq_len=4000"), 1, "DataError: ", "4,00", "train.seq_len")
+    assert not folder.exists(), "what the refused starts made is removed"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    assert_refused(train(f"data.train={tmp_path / 'nowhere'}"), 1, "DataError: ", "nowhere")
+    assert (folder / "mine.txt").read_text() == "mine"
     assert_refused(train("model.vocab_size=90"), 1, "DataError: ", "model.vocab_size")
     assert not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text()
     # a failed start leaves nothing that stands in the way

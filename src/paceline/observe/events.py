@@ -17,6 +17,7 @@ import os
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -206,6 +207,7 @@ class RunFolder:
         self._events = JsonLines(self.events_path)
         self._samples = JsonLines(self.samples_path)
         self._lock = FolderLock(self.path / "lock.json")
+        self._is_new = False
 
     def claim(self, recipe: str, *, may_differ: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
         """Makes the folder, or takes it up again, for the resolved ``recipe`` (TOML text), and writes ``recipe.toml``.
@@ -216,6 +218,7 @@ class RunFolder:
         Raises:
             RunFolderError: the folder cannot be written, another run is at work in it, or it holds another recipe.
         """
+        self._is_new = not self.path.exists()
         self._make()
         try:
             self._lock.acquire()
@@ -231,6 +234,21 @@ class RunFolder:
 
     def release(self) -> None:
         self._lock.release()
+
+    def remove_untouched(self) -> None:
+        """Removes the folder where ``claim`` made it and no run has written into it: of a start that was refused. After
+        ``release``; for a run of one process, since other ranks may still open their logs."""
+        if not self._is_new:
+            return
+        logs = [*self.logs.glob("*")]
+        own = {self.recipe_path, self.checkpoints, self.logs, self._lock.path}
+        if {*self.path.glob("*")} - own or any(log.stat().st_size for log in logs) or [*self.checkpoints.glob("*")]:
+            return
+        with suppress(OSError):  # not empty after all, or gone: what is left harms nobody
+            for file in (*logs, self.recipe_path):
+                file.unlink(missing_ok=True)
+            for folder in (self.logs, self.checkpoints, self.path):
+                folder.rmdir()
 
     def __enter__(self) -> Self:
         return self

@@ -140,6 +140,8 @@ class _Run:
         finally:
             if self.info.is_main:
                 self.folder.release()
+            if self.info.world_size == 1:
+                self.folder.remove_untouched()
 
     def execute(self) -> Progress:
         """Everything from the checkpoint to the summary."""
