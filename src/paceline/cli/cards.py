@@ -38,7 +38,8 @@ def card_lines(config: RunConfig, memory: MemoryEstimate) -> tuple[str, ...]:
     needed = units.size(memory.total / SAFE_SHARE)
     return (
         *lines,
-        f"Fits = up to {SAFE_SHARE:.0%} of what a card's driver leaves to programs (here {needed}); tight = up to all.",
+        f"To fit, a card's driver must leave {needed} to programs: {SAFE_SHARE:.0%} of it is the estimate.",
+        "Tight: the estimate is more than that share, but not more than all.",
     )
 
 
