@@ -77,3 +77,8 @@ class RunFolderError(PacelineError):
 
 class TrainingError(PacelineError):
     """The run cannot go on, or has nothing left to do."""
+
+
+def to_install(extra: str) -> str:
+    """The command that adds an extra of this package, for next steps. From the clone: `constraints.txt` lies there."""
+    return f"in the clone, pip install -c constraints.txt -e '.[{extra}]'; with a torch of your own, without that -c"

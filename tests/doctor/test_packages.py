@@ -28,11 +28,11 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sections", "option", "extra"),
     [
-        ({"lora": {"rank": 4, "base": "nf4"}}, "lora.base = 'nf4'", "paceline[qlora]"),
-        ({"optim": {"name": "adamw8bit"}}, "optim.name = 'adamw8bit'", "paceline[lowbit]"),
-        ({"observe": {"wandb_project": "p"}}, "observe.wandb_project = 'p'", "paceline[wandb]"),
-        ({"observe": {"mlflow_experiment": "p"}}, "observe.mlflow_experiment = 'p'", "paceline[mlflow]"),
-        ({"observe": {"trackio_project": "p"}}, "observe.trackio_project = 'p'", "paceline[trackio]"),
+        ({"lora": {"rank": 4, "base": "nf4"}}, "lora.base = 'nf4'", "-e '.[qlora]'"),
+        ({"optim": {"name": "adamw8bit"}}, "optim.name = 'adamw8bit'", "-e '.[lowbit]'"),
+        ({"observe": {"wandb_project": "p"}}, "observe.wandb_project = 'p'", "-e '.[wandb]'"),
+        ({"observe": {"mlflow_experiment": "p"}}, "observe.mlflow_experiment = 'p'", "-e '.[mlflow]'"),
+        ({"observe": {"trackio_project": "p"}}, "observe.trackio_project = 'p'", "-e '.[trackio]'"),
     ],
 )
 def test_a_package_that_is_not_here_is_named(bare: None, sections: dict[str, Any], option: str, extra: str) -> None:

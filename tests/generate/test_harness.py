@@ -138,7 +138,7 @@ def test_without_the_package_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(evaluate_tasks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--tasks a,b needs lm-evaluation-harness") as caught:
         evaluate_tasks.refuse_missing(evaluate_tasks.Wanted(tasks=("a", "b")))
-    assert "paceline[eval]" in caught.value.next_step
+    assert "-e '.[eval]'" in caught.value.next_step
 
 
 def test_results_are_told_as_a_table(tmp_path: Path) -> None:

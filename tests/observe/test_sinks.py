@@ -63,7 +63,7 @@ def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packag
     with pytest.raises(ConfigError) as caught:
         build_sinks(RunFolder(tmp_path), **arguments)
     assert f"observe.{option}" in caught.value.subject
-    assert f"pip install paceline[{package}]" in caught.value.next_step
+    assert f"pip install -c constraints.txt -e '.[{package}]'" in caught.value.next_step
 
 
 class Service:

@@ -111,4 +111,4 @@ def test_without_torchao_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ConfigError, match="torchao") as caught:
         build_optimizer(CONFIG, ToyEngine(_values(0)).as_engine())
-    assert "paceline[lowbit]" in caught.value.next_step
+    assert "-e '.[lowbit]'" in caught.value.next_step

@@ -109,4 +109,4 @@ def test_nf4_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"lora\.base = 'nf4' needs torchao") as caught:
         refuse_without_torchao()
-    assert "pip install 'paceline[qlora]'" in caught.value.next_step
+    assert "pip install -c constraints.txt -e '.[qlora]'" in caught.value.next_step

@@ -45,7 +45,7 @@ def test_eight_bit_moments_are_marked_and_say_what_they_need() -> None:
     _, _, why = four_cards()
     note = next(found for found in why.helps if found.id == "planner.eight-bit")
     assert "! (tight)" in note.subject
-    assert "paceline[lowbit]" in note.next_step
+    assert "pip install -c constraints.txt -e '.[lowbit]'" in note.next_step
 
 
 def test_the_price_of_other_kinds_of_parallelism_is_told() -> None:

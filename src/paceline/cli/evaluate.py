@@ -68,8 +68,8 @@ def evaluate(
       paceline eval runs/demo data/mine-valid
       paceline eval Qwen3-0.6B book.txt --seq-len 4096 --json
 
-    With --tasks: lm-evaluation-harness asks the model (pip install
-    "paceline[eval]"), through its own interface.
+    With --tasks: lm-evaluation-harness asks the model (in the clone,
+    pip install -c constraints.txt -e '.[eval]'), through its own interface.
 
       paceline eval Qwen3-0.6B --tasks hellaswag,arc_easy --num-fewshot 5
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, to_install
 from paceline.report.console import make_console, print_table
 from paceline.report.table import Table, table
 
@@ -40,7 +40,7 @@ def refuse_missing(wanted: Wanted) -> None:
         raise ConfigError(
             f"--tasks {','.join(wanted.tasks)} needs lm-evaluation-harness, which is not installed",
             evidence="It is an extra: tasks bring their own data sets and metrics.",
-            next_step='pip install "paceline[eval]" (beside the torch that is there: see the README).',
+            next_step=f"Once: {to_install('eval')}.",
         )
     if wanted.output is not None and wanted.output.exists():
         raise ConfigError(f"{wanted.output} exists", next_step="Give another name, or move it.")

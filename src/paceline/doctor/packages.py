@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
+from paceline.errors import to_install
 from paceline.report.finding import Finding
 
 
@@ -64,7 +65,7 @@ def judge_packages(config: RunConfig) -> Iterator[Finding]:
                 severity="warning",
                 subject=f"{need.option.format(repr(value))} needs the package {need.package}, which is not here",
                 evidence="A run in this environment is refused at its start.",
-                next_step=f"pip install 'paceline[{need.extra}]', or --set {need.off}.",
+                next_step=f"--set {need.off}, or {to_install(need.extra)}.",
             )
 
 

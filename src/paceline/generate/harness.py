@@ -1,6 +1,6 @@
 """A model of ours as lm-evaluation-harness sees it: its own interface, filled in.
 
-Imported where tasks are asked for; needs the package (`pip install paceline[eval]`; written for 0.4.13).
+Imported where tasks are asked for; needs the package (the extra `eval`; written for 0.4.13).
 
 Tokens are those that its interface for Transformers would make: with what the tokenizer itself puts before a text (a
 beginning-of-sequence token), which `Speaker.begins` holds.

@@ -14,7 +14,7 @@ from textwrap import indent
 from types import ModuleType
 from typing import Any, Protocol
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, to_install
 from paceline.observe.events import RunFolder, StepRecord
 from paceline.observe.hooks import CheckpointSaved, Hook, RunEnd, RunStart, StepEnd
 
@@ -103,7 +103,7 @@ def _package(name: str, *, option: str, extra: str) -> ModuleType:
         raise ConfigError(
             f"{option} is set, but the package {name} cannot be imported.",
             evidence=f"{error}.",
-            next_step=f"`pip install paceline[{extra}]`, or switch it off: --set {option}=''",
+            next_step=f"Switch it off, --set {option}='', or {to_install(extra)}.",
         ) from error
 
 

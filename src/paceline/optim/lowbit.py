@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.pieces import ShardedValue
 from paceline.config.optim import OptimConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, to_install
 from paceline.optim.clip import GradientNorm
 from paceline.optim.groups import ParameterGroup
 from paceline.parallel.engine import MainParameter
@@ -45,7 +45,7 @@ class AdamW8bitRule:
             raise ConfigError(
                 "optim.name = 'adamw8bit' needs the package torchao, which is not installed",
                 evidence=str(error),
-                next_step="pip install 'paceline[lowbit]', or set optim.name = 'adamw'.",
+                next_step=f"Set optim.name = 'adamw', or {to_install('lowbit')}.",
             ) from error
         self._groups = tuple(groups)
         self._views = {

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, to_install
 from paceline.kernels.nf4 import Nf4Weight, nf4_linear, quantizer, why_not_nf4
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
@@ -49,7 +49,7 @@ def refuse_without_torchao() -> None:
         raise ConfigError(
             "lora.base = 'nf4' needs torchao",
             evidence=f"It cannot be imported here: {error}.",
-            next_step="pip install 'paceline[qlora]', or set lora.base = 'bf16'.",
+            next_step=f"Set lora.base = 'bf16', or {to_install('qlora')}.",
         ) from error
 
 

@@ -10,12 +10,13 @@ from paceline.costs.profiles import Profile
 from paceline.costs.state_bytes import StateBytes
 from paceline.costs.step import room_of
 from paceline.costs.workload import Cluster, Workload
+from paceline.errors import to_install
 from paceline.planner.layout_text import layout_text
 from paceline.planner.rank import Candidate, Ranking, rank
 from paceline.report import units
 from paceline.report.finding import Finding
 
-LOWBIT = "(needs: pip install 'paceline[lowbit]')"
+LOWBIT = f"(needs torchao: {to_install('lowbit')})"
 """What 8-bit moments are installed with."""
 
 _RANK = 16

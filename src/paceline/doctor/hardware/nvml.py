@@ -1,4 +1,4 @@
-"""GPUs of this machine through NVML, by the package nvidia-ml-py (``pip install "paceline[nvml]"``), if it is there."""
+"""GPUs of this machine through NVML, by the package nvidia-ml-py (the extra `nvml`), if it is there."""
 
 from __future__ import annotations
 
