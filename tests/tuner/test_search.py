@@ -185,6 +185,6 @@ def test_advice_is_followed_where_the_planner_knows_nothing() -> None:
 
 def test_the_same_trials_give_the_same_proposal() -> None:
     space, other = space_of(3), space_of(3)
-    trials = until_done(space, Simulated(space, 7), most=4)
+    trials = until_done(space, Simulated(space, 7), most=2)
     first, second = Search(space, Goal(), trials).propose(), Search(other, Goal(), trials).propose()
     assert first is not None and second is not None and first.point.key == second.point.key
