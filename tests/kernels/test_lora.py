@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import gradcheck
 
 from paceline.kernels.lora import lora_linears, lora_linears_reference
@@ -83,11 +83,11 @@ def test_the_operators_say_what_they_give() -> None:
     x, down = torch.randn(4, 5), torch.randn(5, 5)
     pairs = [ups[0], None, ups[1]]
     forward, backward = torch.ops.paceline.lora_forward.default, torch.ops.paceline.lora_backward.default
-    torch.library.opcheck(forward, (x, weights, biases, down, pairs, 0.5))
+    library.opcheck(forward, (x, weights, biases, down, pairs, 0.5))
     grads = [torch.randn(4, 6), torch.randn(4, 4), torch.randn(4, 7)]
     for wants_x in (True, False):
         operands = (grads, x, torch.randn(4, 5), weights, down, pairs, 0.5, wants_x)
-        torch.library.opcheck(backward, operands)
+        library.opcheck(backward, operands)
 
 
 def test_a_compiled_function_computes_the_same() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from paceline.kernels.fp8 import cast_weights
 from paceline.kernels.fp8_cast import E4M3, Scaling
@@ -190,10 +190,10 @@ def test_the_operators_say_what_they_give() -> None:
     forward, backward = torch.ops.paceline.lora_fp8_forward.default, torch.ops.paceline.lora_fp8_backward.default
     # not test_schema: it compares inputs before and after, for which fp8 has no kernel on CPUs
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(forward, (x, values, one, *cached.rows, down, ups, sizes, 0.5), test_utils=tests)
+    library.opcheck(forward, (x, values, one, *cached.rows, down, ups, sizes, 0.5), test_utils=tests)
     grad, h = drawn(4, 144, learns=False), drawn(4, 8, learns=False)
     for operands in ((grad.to(torch.float8_e5m2), one, *cached.columns), (None,) * 4):
-        torch.library.opcheck(backward, (grad, *operands, x, h, down, ups, sizes, 0.5), test_utils=tests)
+        library.opcheck(backward, (grad, *operands, x, h, down, ups, sizes, 0.5), test_utils=tests)
 
 
 @pytest.mark.parametrize("scaled_by", ["own", "earlier"])
