@@ -82,9 +82,21 @@ def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode) -> Callable[
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if mode == "full" and torch.compiler.is_compiling():
+            # said of each operation: torch 2.11 stores results of autograd functions in a graph that are not marked so
+            return checkpoint(forward, *args, **options, context_fn=_full_contexts, **kwargs)
         return checkpoint(forward, *args, **options, **kwargs)
 
     return run
+
+
+def _full_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Marks for the compiler that nothing is to be stored."""
+    return create_selective_checkpoint_contexts(_nothing_stored)
+
+
+def _nothing_stored(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
