@@ -78,7 +78,7 @@ What still misses most, and what is known of it:
 - Full recomputation of compiled layers on the flat engine: `one/8b_14l_full` of [measured/plan.md](measured/plan.md)
   first took 1.416 s and 101.7 GiB (predicted: 1.748 and 71.3). It was the run that was wrong: torch 2.11 stored results
   that it was told to compute again, where products add to their gradients themselves. Each operation is marked since,
-  and it was measured again: that is the row there. `one/8b_10l_rowwise` has the same fault and was not.
+  and it was measured again: that is the row there. `one/8b_10l_rowwise` likewise.
 - Layers that are not compiled (`one/1b_eager`, `one/qwen3_4l_plain`): 13 and 16 % slower than predicted.
 
 | run | GPUs | measured s | predicted | measured GiB | predicted | |
