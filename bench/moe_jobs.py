@@ -91,6 +91,9 @@ FP8 = ("train.precision=fp8", "train.fp8_experts=true")
 FAST_FP8 = (*FUSED, *TRITON, *FP8)
 """... and Triton's in fp8."""
 EP2 = ("parallel.ep=2",)
+_IN_TWO = ("train.micro_batch_size=4", "parallel.accumulate_dtype=bf16")
+_WHOLE = ("train.micro_batch_size=8", "parallel.accumulate_dtype=bf16")
+"""The same tokens a step in fewer micro-batches: sums of the experts' gradients are read and written less often."""
 GATHER = ("parallel.expert_dispatch=all_gather",)
 
 
@@ -158,6 +161,8 @@ def tune_jobs(*, one_gpu: bool) -> list[Job]:
         job("mixtral_triton", "mixtral", "Triton's products", *FUSED, *TRITON),
         job("deepseek_triton", "deepseek", "Triton's products", *FUSED, *TRITON),
         job("deepseek_bf16_sums", "deepseek", "gradients accumulated in bf16", *FAST, "parallel.accumulate_dtype=bf16"),
+        job("deepseek_micro4", "deepseek", "bf16 sums, micro-batches of 4", *FAST, *_IN_TWO),
+        job("deepseek_micro8", "deepseek", "bf16 sums, micro-batches of 8", *FAST, *_WHOLE),
         job("switch_8_triton", "switch_8", "Triton's products", *FUSED, *TRITON),
         job("switch_128_triton", "switch_128", "Triton's products", *FUSED, *TRITON),
     ]  # fmt: skip
@@ -180,16 +185,18 @@ def tune_jobs(*, one_gpu: bool) -> list[Job]:
 
 
 def baseline_jobs(*, one_gpu: bool) -> list[Job]:
-    """Their own models of the same widths, with grouped experts."""
+    """Their own models of the same widths, with grouped experts; where the micro-batch is free, in other ones too."""
     found, processes = models(one_gpu=one_gpu), 1 if one_gpu else 2
+
+    def job(name: str, work: str, *sets: str, more: str = "") -> Job:
+        title = f"Transformers, grouped experts{more}"
+        listed = _bench("baseline", name, title, found[work], processes, work, *sets, estimate=45.0)
+        return replace(listed, kind="baseline", warm_up=2, steps=4)
+
     return [
-        replace(
-            _bench("baseline", work, "Transformers, grouped experts", found[work], processes, work, estimate=45.0),
-            kind="baseline",
-            warm_up=2,
-            steps=4,
-        )
-        for work in ("qwen3", "mixtral", "deepseek")
+        *(job(work, work) for work in ("qwen3", "mixtral", "deepseek")),
+        job("deepseek_micro4", "deepseek", "train.micro_batch_size=4", more=", micro-batches of 4"),
+        job("deepseek_micro8", "deepseek", "train.micro_batch_size=8", more=", micro-batches of 8"),
     ]
 
 

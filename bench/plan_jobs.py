@@ -25,6 +25,8 @@ _FUSED_EXPERTS = (
     "optim.fused_update=true",
 )
 
+_FP8 = ("train.precision=fp8", "train.fp8_cast_kernel=triton", "train.fp8_head=true")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job(jobs.Job):
@@ -87,6 +89,20 @@ def one_gpu_jobs() -> list[Job]:
             "layers=10 seq=2048 micro=4 batch=16 recompute=full", "train.precision=fp8", "train.fp8_scaling=rowwise"),
         job("8b_26l_too_large", _8B, "8B widths, 26 layers, 8k, nothing recomputed: predicted not to fit",
             "layers=26 micro=2 batch=4 recompute=none"),
+        job("1b_fp8", _1B, "1B, 8k, fp8, kernels of casts, head in fp8",
+            "micro=2 batch=8", *_FP8),
+        job("13b_10l_fp8", _13B, "13B GPT, 10 layers, 2k, fp8 with scales of earlier steps, flat engine",
+            "layers=10 micro=4 batch=8 recompute=none", "parallel.zero=1", *_FP8, "train.fp8_scaling=delayed"),
+        job("8b_32l_lora", _8B, "8B whole, 4k, frozen but for adapters of rank 16",
+            "seq=4096 micro=2 batch=8 recompute=none", "lora.rank=16", "parallel.fused_weight_gradients=false",
+            estimate=50.0),
+        job("deepseek_8l_micro4", _DEEPSEEK, "latent attention, 64 experts, 8 layers, micro-batches of 4, bf16 sums",
+            "layers=8 micro=4 batch=8", *_FUSED_EXPERTS, "parallel.accumulate_dtype=bf16"),
+        job("mixtral_3l_selective", _MIXTRAL, "8 experts, 3 layers, selective recomputation, micro-batches of 4",
+            "layers=3 micro=4 batch=8 recompute=selective", *_FUSED_EXPERTS),
+        job("qwen3_5l_fp8", _QWEN3, "128 experts, 5 layers, fp8 experts and linears",
+            "layers=5 micro=2 batch=8", *_FUSED_EXPERTS, "parallel.expert_kernels=triton", "train.precision=fp8",
+            "train.fp8_experts=true"),
     ]  # fmt: skip
 
 
