@@ -185,7 +185,7 @@ def tune_jobs(*, one_gpu: bool) -> list[Job]:
 
 
 def baseline_jobs(*, one_gpu: bool) -> list[Job]:
-    """Their own models of the same widths, with grouped experts; where the micro-batch is free, in other ones too."""
+    """Their own models of the same widths, with grouped experts; in larger micro-batches too where that is free."""
     found, processes = models(one_gpu=one_gpu), 1 if one_gpu else 2
 
     def job(name: str, work: str, *sets: str, more: str = "") -> Job:
@@ -196,7 +196,6 @@ def baseline_jobs(*, one_gpu: bool) -> list[Job]:
     return [
         *(job(work, work) for work in ("qwen3", "mixtral", "deepseek")),
         job("deepseek_micro4", "deepseek", "train.micro_batch_size=4", more=", micro-batches of 4"),
-        job("deepseek_micro8", "deepseek", "train.micro_batch_size=8", more=", micro-batches of 8"),
     ]
 
 
