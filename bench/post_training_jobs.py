@@ -79,7 +79,7 @@ _RUN = (
     "optim.warmup_steps=2",
 )
 _FP8 = ("train.precision=fp8", "train.fp8_cast_kernel=triton", "train.fp8_head=true")
-_DELAYED = "train.fp8_scaling=delayed"
+_DELAYED, _FLASH4 = "train.fp8_scaling=delayed", "train.attention_kernel=flash4"
 _ADAPTERS = ("lora.rank=16", "lora.alpha=32", "parallel.fused_weight_gradients=false")
 _EXPERTS = (
     "parallel.compile=true",
@@ -173,6 +173,8 @@ def lora_jobs(*, one_gpu: bool) -> list[Job]:
         first.ours("bf16", "bf16, nothing recomputed", plain),
         first.baseline("none"),
         first.ours("fp8", "frozen weights in fp8", plain, frozen8, precision="fp8"),
+        first.ours("fp8_flash4", "frozen weights in fp8, FlashAttention-4", plain, frozen8, _FLASH4, precision="fp8"),
+        first.ours("bf16_flash4", "bf16, nothing recomputed, FlashAttention-4", plain, _FLASH4),
         first.ours("fp8_delayed", "the same, scales of earlier steps", plain, frozen8, _DELAYED, precision="fp8"),
         first.baseline("full"),
         first.ours("lean", "bf16, selective recomputation", _RECOMPUTE["selective"]),

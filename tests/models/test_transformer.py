@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.config.model import ModelConfig
 from paceline.config.presets import preset
 from paceline.config.train import TrainConfig
-from paceline.kernels.attention import AttentionKernel, attention_core
+from paceline.kernels.attention import AttentionKernel, RowDocuments, attention_core
 from paceline.kernels.cross_entropy import IGNORE_INDEX, PlainHeadLoss
 from paceline.models.attention import GroupedQueryAttention
 from paceline.models.precision import fp32_parameters, model_dtype
@@ -137,7 +137,8 @@ def test_multi_token_prediction_predicts_one_further() -> None:
     expected, hidden = torch.zeros(()), states[0]
     for depth in (1, 2):
         ahead = torch.cat((tokens[:, depth:], torch.zeros(2, depth, dtype=torch.int64)), 1)
-        hidden, _ = model.mtp[str(depth)](hidden, model.embed(ahead, positions), model.rope(positions), documents)
+        seen = RowDocuments(documents)
+        hidden, _ = model.mtp[str(depth)](hidden, model.embed(ahead, positions), model.rope(positions), seen)
         assert model.head.weight is not None
         logits = hidden @ model.head.weight.T
         for b in range(2):

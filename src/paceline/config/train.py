@@ -67,7 +67,7 @@ class TrainConfig(Section):
     activations, with scales of rows. Their weight gradients stay in bf16."""
     attention_kernel: Literal["auto", "reference", "sdpa", "flash4"] = "auto"
     """`auto` takes the fastest of torch that fits mask and device; `flash4` the package flash-attn-4 where it fits
-    (Hopper, Blackwell); `reference` materialises the scores."""
+    (Hopper, Blackwell; whole rows, and within documents); `reference` materialises the scores."""
     loss_kernel: Literal["chunked", "plain"] = "chunked"
     """`chunked` computes head and loss over slices of the tokens; `plain` materialises all logits."""
     loss_chunk_tokens: int = Field(2048, ge=1)

@@ -27,12 +27,20 @@ class Batch:
     """int64 [B, T], or None for 0..T-1 in every row"""
     documents: Tensor | None = None
     """int32 [B, T], number of the document within the row, or None where attention may see the whole row"""
+    boundaries: Tensor | None = None
+    """int32 [N + 1], where ``documents`` begin (`boundaries.document_boundaries`); None where that is not known"""
     answers: Tensor | None = None
     """bool [B, T], for a task that marks some tokens of its own (`tasks/orpo.py`, `tasks/reward.py`)"""
 
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """What a task's data says of each document: [B, D] tensors, ``fields[name][b, d]`` of the document numbered ``d``
     in row b; D is the same for all rows of a dataset. Whole on each rank of context parallelism"""
+
+    @property
+    def places(self) -> dict[str, Tensor | None]:
+        """What a model is told of where each token stands, by the names of its arguments."""
+        found = {"positions": self.positions, "documents": self.documents}
+        return found if self.boundaries is None else {**found, "boundaries": self.boundaries}
 
     def num_tokens(self) -> Tensor:
         """int64 scalar: how many labels have a loss."""
@@ -51,6 +59,7 @@ class Batch:
             labels=move(self.labels),
             positions=None if self.positions is None else move(self.positions),
             documents=None if self.documents is None else move(self.documents),
+            boundaries=None if self.boundaries is None else move(self.boundaries),
             answers=None if self.answers is None else move(self.answers),
             fields={name: move(value) for name, value in self.fields.items()},
         )

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.data.batch import IGNORE_INDEX, Batch
+from paceline.data.boundaries import document_boundaries
 from paceline.data.sources import Sample, SampleSource
 from paceline.errors import ConfigError, DataError
 
@@ -173,11 +174,13 @@ def collate(samples: list[Sample]) -> Batch:
     def stack(arrays: list[NDArray]) -> torch.Tensor:
         return torch.from_numpy(np.stack(arrays))
 
+    documents_BT = _stack_optional([sample.documents for sample in samples])
     return Batch(
         tokens=stack([sample.tokens for sample in samples]),
         labels=stack([sample.labels for sample in samples]),
         positions=_stack_optional([sample.positions for sample in samples]),
-        documents=_stack_optional([sample.documents for sample in samples]),
+        documents=documents_BT,
+        boundaries=None if documents_BT is None else document_boundaries(documents_BT),
         fields={name: stack([sample.fields[name] for sample in samples]) for name in samples[0].fields},
     )
 

@@ -5,7 +5,8 @@ Ways to compute the same function, all `AttentionCore`s:
 - `reference_attention` materialises the scores; for tests and for what the others cannot do (softcap on a CPU).
 - `sdpa_attention` calls the fused kernels of torch (cuDNN, flash, memory-efficient); a window or document mask becomes
   a boolean mask, which costs the work that a causal kernel would skip.
-- `flash4_attention` calls FlashAttention-4 where it is installed and fits, and does what `auto` does elsewhere;
+- `flash4_attention` calls FlashAttention-4 where it is installed and fits, also within documents, and does what `auto`
+  does elsewhere;
 - `flex_attention_core` (CUDA) skips whole blocks outside windows and documents, and knows softcap.
 
 Dims: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G, D width of a query or key
@@ -18,7 +19,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,8 @@ class AttentionMask:
     """A query sees its own position and the `window - 1` before it; 0 = no window."""
     documents: Tensor | None = None
     """[B, S] document number of each position; only positions of one document see each other. None = one document."""
+    boundaries: Tensor | None = None
+    """int32 [N + 1], where these documents begin (`RowDocuments`); None where that is not known."""
 
     @property
     def is_plain(self) -> bool:
@@ -65,6 +68,23 @@ class AttentionMask:
             return allowed_TS[None, None]
         same_BTS = self.documents[:, num_keys - num_queries :, None] == self.documents[:, None, :]
         return (allowed_TS[None] & same_BTS)[:, None]
+
+
+class RowDocuments(NamedTuple):
+    """Which document each token of some rows is in."""
+
+    numbers: Tensor
+    """[B, T] integers"""
+    boundaries: Tensor | None = None
+    """int32 [N + 1]: where each begins in all rows laid end to end, then B * T as often as there is room. For causal
+    attention of these rows among themselves, it says what the numbers say. None where it is not known."""
+
+
+def mask_of(documents: RowDocuments | None, *, window: int = 0) -> AttentionMask:
+    """Causal attention within these documents."""
+    if documents is None:
+        return AttentionMask(window=window)
+    return AttentionMask(window=window, documents=documents.numbers, boundaries=documents.boundaries)
 
 
 class AttentionCore(Protocol):
@@ -132,14 +152,21 @@ def flash4_attention(
     softcap: float = 0.0,
     dropout: float = 0.0,
 ) -> Tensor:
-    """FlashAttention-4 for whole causal or unmasked sequences, where `why_no_flash4_here` is empty."""
-    if softcap or not mask.is_plain:
-        _note_fallback("what 'auto' takes", "FlashAttention-4 is used for whole sequences without softcap only")
+    """FlashAttention-4 for whole sequences and within documents, where `why_no_flash4_here` is empty."""
+    if reason := _why_not_by_flash4(mask, softcap) or why_not_flash4(q_BTHD, k_BSGD, v_BSGE, dropout):
+        _note_fallback("what 'auto' takes", reason)
         return auto_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, softcap=softcap, dropout=dropout)
-    if reason := why_not_flash4(q_BTHD, k_BSGD, v_BSGE, dropout):
-        _note_fallback("cuDNN's or another kernel of torch", reason)
-        return auto_attention(q_BTHD, k_BSGD, v_BSGE, mask, scale=scale, dropout=dropout)
-    return flash4(q_BTHD, k_BSGD, v_BSGE, causal=mask.causal, scale=scale)
+    return flash4(q_BTHD, k_BSGD, v_BSGE, causal=mask.causal, scale=scale, boundaries=mask.boundaries)
+
+
+def _why_not_by_flash4(mask: AttentionMask, softcap: float) -> str:
+    if softcap or mask.window:
+        return "FlashAttention-4 is used without softcap and windows only"
+    if mask.documents is not None and mask.boundaries is None:
+        return "it is not known where the documents of these rows begin (parts of rows, or very many documents)"
+    if mask.documents is not None and torch.are_deterministic_algorithms_enabled():
+        return "FlashAttention-4 within documents is not used where runs repeat to the bit"
+    return ""
 
 
 def reference_attention(

@@ -5,7 +5,9 @@ and autograd see them as they see attention of torch. They are called directly: 
 (`torch.nn.attention.activate_flash_attention_impl`) unpacks two results of the forward, and releases of the package
 give two, three or five (torch 2.11 with flash-attn-4 4.0.0b36 fails there).
 
-Dims: B batch, T tokens, H query heads, G key/value heads, D width of a head.
+Within documents, rows are handed over as one, with where each document begins in it: blocks outside are not computed.
+
+Dims: B batch, T tokens, N documents, H query heads, G key/value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -24,9 +26,22 @@ WIDTHS = (64, 96, 128)
 _INTERFACE = "flash_attn.cute.interface"
 
 
-def flash4(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """o_BTHD. For what `why_not_flash4` has nothing against, where `why_no_flash4_here` is empty."""
-    out: Tensor = _Flash4.apply(q_BTHD, k_BTGD, v_BTGD, causal, scale)
+def flash4(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    boundaries: Tensor | None = None,
+) -> Tensor:
+    """o_BTHD. For what `why_not_flash4` has nothing against, where `why_no_flash4_here` is empty.
+
+    Args:
+        boundaries: int32 [N + 1], the first token of each document in all rows laid end to end, the last B * T; empty
+            documents are allowed. None = every row is one.
+    """
+    out: Tensor = _Flash4.apply(q_BTHD, k_BTGD, v_BTGD, boundaries, causal, scale)
     return out
 
 
@@ -69,9 +84,17 @@ def _interface() -> ModuleType:
 
 class _Flash4(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float) -> Tensor:
-        out, lse = torch.ops.paceline.flash4.default(q_BTHD, k_BTGD, v_BTGD, causal, scale)
-        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out, lse)
+    def forward(
+        ctx: Any,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        boundaries: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        out, lse = torch.ops.paceline.flash4.default(q_BTHD, k_BTGD, v_BTGD, boundaries, causal, scale)
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out, lse, boundaries)
         ctx.causal, ctx.scale = causal, scale
         whole: Tensor = out
         return whole
@@ -79,30 +102,38 @@ class _Flash4(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = torch.ops.paceline.flash4_backward.default(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
-library.define("paceline::flash4", "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)")
+library.define(
+    "paceline::flash4",
+    "(Tensor q, Tensor k, Tensor v, Tensor? boundaries, bool causal, float scale) -> (Tensor, Tensor)",
+)
 library.define(
     "paceline::flash4_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float scale)"
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? boundaries, bool causal, float scale)"
     " -> (Tensor, Tensor, Tensor)",
 )
 
 
 @library.impl("paceline::flash4", "CUDA")
-def _forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, boundaries: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    parts = [_end_to_end(part, boundaries) for part in (q_BTHD, k_BTGD, v_BTGD)]
     out, lse, *_ = _interface()._flash_attn_fwd(
-        q_BTHD, k_BTGD, v_BTGD, softmax_scale=scale, causal=causal, return_lse=True
+        *parts, softmax_scale=scale, causal=causal, return_lse=True, **_lengths(boundaries)
     )
-    return out, lse
+    return out.view(*q_BTHD.shape[:-1], -1), lse
 
 
 @library.register_fake("paceline::flash4")
-def _forward_fake(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_fake(
+    q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, boundaries: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q_BTHD.shape
     out = q_BTHD.new_empty(B, T, H, v_BTGD.shape[-1])
-    return out, q_BTHD.new_empty(B, H, T, dtype=torch.float32)
+    return out, q_BTHD.new_empty((B, H, T) if boundaries is None else (H, B * T), dtype=torch.float32)
 
 
 @library.impl("paceline::flash4_backward", "CUDA")
@@ -112,22 +143,22 @@ def _backward(
     k_BTGD: Tensor,
     v_BTGD: Tensor,
     out_BTHD: Tensor,
-    lse_BHT: Tensor,
+    lse: Tensor,
+    boundaries: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    parts = [_end_to_end(part, boundaries) for part in (q_BTHD, k_BTGD, v_BTGD, out_BTHD, grad_BTHD)]
     gradients = _interface()._flash_attn_bwd(
-        q_BTHD,
-        k_BTGD,
-        v_BTGD,
-        out_BTHD,
-        grad_BTHD,
-        lse_BHT,
+        *parts,
+        lse,
         softmax_scale=scale,
         causal=causal,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_lengths(boundaries),
     )
-    grad_q, grad_k, grad_v = (each.contiguous() for each in gradients[:3])
+    shapes = (q_BTHD.shape, k_BTGD.shape, v_BTGD.shape)
+    grad_q, grad_k, grad_v = (each.contiguous().view(shape) for each, shape in zip(gradients[:3], shapes, strict=True))
     return grad_q, grad_k, grad_v
 
 
@@ -138,12 +169,22 @@ def _backward_fake(
     k_BTGD: Tensor,
     v_BTGD: Tensor,
     out_BTHD: Tensor,
-    lse_BHT: Tensor,
+    lse: Tensor,
+    boundaries: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.new_empty(x.shape) for x in (q_BTHD, k_BTGD, v_BTGD))
     return q, k, v
+
+
+def _end_to_end(part_BTHD: Tensor, boundaries: Tensor | None) -> Tensor:
+    """All rows as one, where documents are told apart by their boundaries."""
+    return part_BTHD if boundaries is None else part_BTHD.flatten(0, 1)
+
+
+def _lengths(boundaries: Tensor | None) -> dict[str, Tensor]:
+    return {} if boundaries is None else {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
 
 
 FORWARD_OPERATION = torch.ops.paceline.flash4.default

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.model import AttentionSpec, ModelConfig
-from paceline.kernels.attention import AttentionCore, AttentionMask
+from paceline.kernels.attention import AttentionCore, RowDocuments, mask_of
 from paceline.models.norm import RMSNorm
 from paceline.models.rope import apply_rope, softmax_scale
 
@@ -48,7 +48,7 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config, dtype, device) if spec.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config, dtype, device) if spec.qk_norm else None
 
-    def forward(self, x_BTC: Tensor, cos_sin: CosSin | None, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_sin: CosSin | None, documents: RowDocuments | None) -> Tensor:
         q_BTHD, k_BTGD, v_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x_BTC))
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTGD = self.q_norm(q_BTHD), self.k_norm(k_BTGD)
@@ -58,7 +58,7 @@ class GroupedQueryAttention(nn.Module):
             q_BTHD,
             k_BTGD,
             v_BTGD,
-            AttentionMask(window=self.window, documents=documents_BT),
+            mask_of(documents, window=self.window),
             scale=self.scale,
             softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0,
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         self.kv_up_proj = nn.Linear(spec.kv_lora_rank, kv_size, bias=False, **factory)
         self.o_proj = nn.Linear(H * self.v_dim, C, bias=spec.out_bias, **factory)
 
-    def forward(self, x_BTC: Tensor, cos_sin: CosSin | None, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_sin: CosSin | None, documents: RowDocuments | None) -> Tensor:
         assert cos_sin is not None, "latent attention needs rotary positions; the config refuses others"
         queries, latents = self.project(x_BTC)
         q_BTHD = self._queries(queries).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
@@ -128,7 +128,7 @@ class LatentAttention(nn.Module):
             torch.cat((q_nope_BTHD, apply_rope(q_rope_BTHD, cos_sin)), dim=-1),
             torch.cat((k_nope_BTHD, k_rope_BTHD), dim=-1),
             v_BTHE,
-            AttentionMask(documents=documents_BT),
+            mask_of(documents),
             scale=self.scale,
             dropout=self.dropout if self.training else 0.0,
         )

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.model import BlockSpec, ModelConfig, MoESpec
-from paceline.kernels.attention import AttentionCore
+from paceline.kernels.attention import AttentionCore, RowDocuments
 from paceline.models.attention import CosSin, make_attention
 from paceline.models.feed_forward import FeedForward
 from paceline.models.moe import BlockExtras, MoE
@@ -39,10 +39,10 @@ class Block(nn.Module):
         self.feed_forward_post_norm = make_norm(config, dtype, device) if config.post_norm else None
 
     def forward(
-        self, x_BTC: Tensor, cos_sin: CosSin | None, documents_BT: Tensor | None
+        self, x_BTC: Tensor, cos_sin: CosSin | None, documents: RowDocuments | None
     ) -> tuple[Tensor, BlockExtras | None]:
         """Gives the residual stream, and what an expert layer says beside it (None for a dense one)."""
-        attended_BTC = self.attention(self.attention_norm(x_BTC), cos_sin, documents_BT)
+        attended_BTC = self.attention(self.attention_norm(x_BTC), cos_sin, documents)
         if self.attention_post_norm is not None:
             attended_BTC = self.attention_post_norm(attended_BTC)
         x_BTC = x_BTC + F.dropout(attended_BTC, self.dropout, self.training)

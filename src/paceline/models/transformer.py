@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.model import BlockSpec, ModelConfig
-from paceline.kernels.attention import AttentionCore, attention_core
+from paceline.kernels.attention import AttentionCore, RowDocuments, attention_core
 from paceline.kernels.cross_entropy import IGNORE_INDEX, ChunkedHeadLoss, HeadLoss, head_logits
 from paceline.kernels.log_probs import LabelLogProbs
 from paceline.kernels.precision import at_least_fp32
@@ -130,10 +130,10 @@ class MultiTokenPrediction(nn.Module):
         self.norm = make_norm(config, dtype, device)
 
     def forward(
-        self, hidden_BTC: Tensor, embedded_BTC: Tensor, cos_sin: CosSin | None, documents_BT: Tensor | None
+        self, hidden_BTC: Tensor, embedded_BTC: Tensor, cos_sin: CosSin | None, documents: RowDocuments | None
     ) -> tuple[Tensor, BlockExtras | None]:
         joined = torch.cat((self.embed_norm(embedded_BTC), self.hidden_norm(hidden_BTC)), dim=-1)
-        x_BTC, extras = self.block(self.proj(joined), cos_sin, documents_BT)
+        x_BTC, extras = self.block(self.proj(joined), cos_sin, documents)
         return self.norm(x_BTC), extras
 
 
@@ -219,6 +219,7 @@ class Transformer(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        boundaries: Tensor | None = None,
         hidden: Tensor | None = None,
         log_probs: bool = False,
         noise: Tensor | None = None,
@@ -229,6 +230,7 @@ class Transformer(nn.Module):
             score gives scores and reads no labels.
         positions: int64 [B, T]; None = 0 ... T-1.
         documents: integers [B, T]; tokens of different documents do not see each other. None = one document.
+        boundaries: int32 [N + 1], where documents begin (`data/boundaries.py`): some kernels of attention want it.
         hidden: [B, T, C] from the part before; only a part that is not the first takes it.
         log_probs: asks for the log-probability of each label instead of their loss.
         noise: [B, T, C] added to the embeddings; only the first part reads it.
@@ -236,10 +238,11 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos_sin = self.rope(positions) if self.rope is not None else None
+        seen = None if documents is None else RowDocuments(documents, boundaries)
         extras: list[BlockExtras] = []
         x_BTC = self._start(tokens, positions, hidden, noise)
         for block in self.blocks.values():
-            x_BTC, extra = block(x_BTC, cos_sin, documents)
+            x_BTC, extra = block(x_BTC, cos_sin, seen)
             if extra is not None:
                 extras.append(extra)
         if not self.is_last:
@@ -258,7 +261,7 @@ class Transformer(nn.Module):
         loss_sum, num_tokens = self._head(hidden_BTC, labels, self.head_loss)
         stats = {"loss_sum_main": loss_sum.detach()}
         if self.mtp:
-            mtp_sum = self._mtp_loss(hidden_BTC, tokens, labels, positions, documents, cos_sin, extras)
+            mtp_sum = self._mtp_loss(hidden_BTC, tokens, labels, positions, seen, cos_sin, extras)
             stats["loss_sum_mtp"] = mtp_sum.detach()
             loss_sum = loss_sum + self.config.mtp_loss_coef * mtp_sum
         return ModelOutput(loss_sum, num_tokens, _sum_aux(extras), None, stats | _moe_stats(extras))
@@ -287,7 +290,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         labels: Tensor,
         positions: Tensor,
-        documents: Tensor | None,
+        documents: RowDocuments | None,
         cos_sin: CosSin | None,
         extras: list[BlockExtras],
     ) -> Tensor:
@@ -302,7 +305,7 @@ class Transformer(nn.Module):
                 extras.append(extra)
             depth_labels = _shift_left(labels, depth, IGNORE_INDEX)
             if documents is not None:
-                crosses = _shift_left(documents, depth, -1) != documents
+                crosses = _shift_left(documents.numbers, depth, -1) != documents.numbers
                 depth_labels = depth_labels.masked_fill(crosses, IGNORE_INDEX)
             loss_sum, _ = self._head(hidden_BTC, depth_labels, self.head_loss)
             total = total + loss_sum

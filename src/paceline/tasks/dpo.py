@@ -52,7 +52,7 @@ class Dpo:
         return are_pairs(batch).sum()
 
     def loss(self, model: Forward, batch: Batch) -> LossTerms:
-        output = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents, log_probs=True)
+        output = model(batch.tokens, batch.labels, **batch.places, log_probs=True)
         sums_BD = log_prob_sums(output, batch, self._sum_parts)
         reference_BD = batch.fields[REFERENCE].double() if self.needs_reference else torch.zeros_like(sums_BD)
         ratios, lengths, which = pairs(sums_BD - reference_BD), pairs(batch.fields[LABELS]), are_pairs(batch)

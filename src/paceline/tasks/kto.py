@@ -48,7 +48,7 @@ class Kto:
         return (pairs(batch.fields[LABELS]).chosen > 0).sum()
 
     def loss(self, model: Forward, batch: Batch) -> LossTerms:
-        output = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents, log_probs=True)
+        output = model(batch.tokens, batch.labels, **batch.places, log_probs=True)
         sums_BD = log_prob_sums(output, batch, self._sum_parts)
         ratios_BE, mismatched_BE = pairs(sums_BD - batch.fields[REFERENCE].double())
         counts, desirable_BE = pairs(batch.fields[LABELS]), pairs(batch.fields[DESIRABLE]).chosen == 1

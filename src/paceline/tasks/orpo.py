@@ -70,7 +70,7 @@ class Orpo:
         return torch.stack((pairs(batch.fields[PREDICTED]).chosen.where(which, 0).sum(), which.sum()))
 
     def loss(self, model: Forward, batch: Batch) -> LossTerms:
-        output = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents, log_probs=True)
+        output = model(batch.tokens, batch.labels, **batch.places, log_probs=True)
         assert output.log_probs is not None and batch.answers is not None
         which, count = are_pairs(batch), self.count(batch)
         nll_sum = -sum_over(which, pairs(log_prob_sums(output, batch, self._sum_parts)).chosen)

@@ -20,6 +20,6 @@ class Pretrain:
         return batch.num_tokens()
 
     def loss(self, model: Forward, batch: Batch) -> LossTerms:
-        output = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents)
+        output = model(batch.tokens, batch.labels, **batch.places)
         assert output.loss_sum is not None and output.num_tokens is not None
         return LossTerms(output.loss_sum, output.num_tokens, output.aux_loss, output.stats)

@@ -45,7 +45,7 @@ class Reward:
         return are_pairs(batch).sum()
 
     def loss(self, model: Forward, batch: Batch) -> LossTerms:
-        output = model(batch.tokens, positions=batch.positions, documents=batch.documents)
+        output = model(batch.tokens, **batch.places)
         assert output.scores is not None and batch.answers is not None, "the model has no score (model.head)"
         scores = pairs(document_sums(output.scores * batch.answers, batch, self._sum_parts))
         which, margins_BP = are_pairs(batch), scores.difference

@@ -12,7 +12,7 @@ from paceline.data.batch import Batch
 from paceline.models.transformer import ModelOutput
 
 Forward = Callable[..., ModelOutput]
-"""The model as a task sees it: `forward(tokens, labels, positions=..., documents=...)`."""
+"""The model as a task sees it: `forward(tokens, labels, **batch.places)`."""
 
 MEAN = "mean/"
 """Prefix of those `LossTerms.stats` that are [2] tensors: a sum, and the number that it is to be divided by."""

@@ -103,8 +103,7 @@ class StagedTask:
                 output = stage(
                     batch.tokens,
                     labels,
-                    positions=batch.positions,
-                    documents=batch.documents,
+                    **batch.places,
                     hidden=hidden,
                     log_probs=stage.is_last,
                 )
@@ -202,7 +201,7 @@ class StagedTask:
         if stage.is_last:
             terms = self.task.loss(partial(stage, **more) if more else stage, batch)
             return StageTerms(stage=index, terms=terms, is_last=True), None
-        output = stage(batch.tokens, positions=batch.positions, documents=batch.documents, **more)
+        output = stage(batch.tokens, **batch.places, **more)
         nothing = torch.zeros((), device=batch.tokens.device)
         terms = LossTerms(nothing, nothing.long(), output.aux_loss, output.stats)
         return StageTerms(stage=index, terms=terms, is_last=False), output.hidden
