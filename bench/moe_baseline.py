@@ -34,6 +34,7 @@ from paceline.bench.train import StepClock
 from paceline.config.load import load_recipe
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.costs.layers import Documents
 from paceline.runtime.device import GIB, choose_device, device_name, memory_stats, reset_peak_memory, versions
 from paceline.runtime.gemm import sustained_gemm
 from paceline.runtime.process import ProcessInfo, process_group, process_info
@@ -102,13 +103,21 @@ def measure(
 
 
 def speed_of(
-    config: RunConfig, device: torch.device, seconds: Sequence[float], world_size: int, gemm_seconds: float
+    config: RunConfig,
+    device: torch.device,
+    seconds: Sequence[float],
+    world_size: int,
+    gemm_seconds: float,
+    documents: Documents | None = None,
 ) -> dict[str, Any]:
-    """What every baseline says of its measured steps; a matrix product is measured here, after the peak is read."""
+    """What every baseline says of its measured steps; a matrix product is measured here, after the peak is read.
+
+    Attention counts within ``documents``, where rows hold several, as it does for ours.
+    """
     train, peak = config.train, memory_stats(device).peak_bytes / GIB
     gemm = sustained_gemm(device, seconds=gemm_seconds)
     tokens_per_second = train.global_batch_size * train.seq_len / statistics.median(seconds) / world_size
-    flops = rates(config, device, None).flops_per_token or math.nan
+    flops = rates(config, device, documents).flops_per_token or math.nan
     return {
         "step_seconds": statistics.median(seconds),
         "step_seconds_min": min(seconds),

@@ -39,7 +39,9 @@ from paceline.config.load import Recipe, load_recipe
 from paceline.config.lora import LoraConfig
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.costs.layers import Documents
 from paceline.data.batch import Batch
+from paceline.data.document_lengths import document_lengths
 from paceline.parallel.mesh import ParallelMesh
 from paceline.runtime.device import choose_device, reset_peak_memory, versions
 from paceline.runtime.process import ProcessInfo, process_group, process_info
@@ -97,8 +99,11 @@ def measure(
                 reset_peak_memory(device)
     finally:
         feed.close()
+    found = document_lengths(datasets.train.source)
+    documents = None if found is None else Documents(counts=found.counts, tokens=found.tokens)
+    seconds = clock.seconds()[-options.steps :]
     return {
-        **speed_of(config, device, clock.seconds()[-options.steps :], info.world_size, options.gemm_seconds),
+        **speed_of(config, device, seconds, info.world_size, options.gemm_seconds, documents),
         "loss": losses[-1].item(),
         "losses": [round(loss.item(), 5) for loss in losses],
         "parameters": system.num_parameters,

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +31,7 @@ from results import OWN, SHARED, DamagedFileError, OtherMachineError, Results
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FLASH4 = "train.attention_kernel=flash4"
 LAST_LINES, LINE = 12, 300
 """Of the log of what failed; characters of each."""
 LONGEST = 520
@@ -244,7 +246,15 @@ def chosen(bench: Bench, options: argparse.Namespace) -> list[Job]:
     """In the order asked for; an entry that is in two parts comes once."""
     jobs = {job.key: job for part in options.parts if part in bench.parts for job in bench.jobs_of(part)}
     found = [job for job in jobs.values() if not options.only or job.name in options.only]
-    return [bench.tiny(job) for job in found] if options.tiny else found
+    return [bench.tiny(job) for job in found] if options.tiny else [job for job in found if may_run(job)]
+
+
+def may_run(job: Job) -> bool:
+    """Whether the kernels that it is about are here; without them it would measure others under its name."""
+    if FLASH4 not in job.sets or find_spec("flash_attn") is not None:
+        return True
+    print(f"{job.key}: left out, flash-attn-4 is not installed (pip install 'flash-attn-4[cu13]')", flush=True)
+    return False
 
 
 def unknown_names(bench: Bench, options: argparse.Namespace) -> str:

@@ -583,3 +583,14 @@ def _picture() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_job_of_a_kernel_that_is_not_here_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = next(job for job in dense_jobs.jobs_of("tune") if job.name == "8b_none_flash4")
+    monkeypatch.setattr(runner, "find_spec", lambda name: None)
+    assert not runner.may_run(job) and "flash-attn-4 is not installed" in capsys.readouterr().out
+    monkeypatch.setattr(runner, "find_spec", lambda name: object())
+    assert runner.may_run(job)
+    assert runner.may_run(next(job for job in dense_jobs.jobs_of("ladder") if job.name == "naive"))
