@@ -42,7 +42,7 @@ def test_of_several_twins_the_median_counts_and_copies_of_figures_do_not() -> No
 
 
 def test_unsharded_memory_does_not_depend_on_how_many_ranks_there_are() -> None:
-    runs = [run("a", seconds=1.0, gib=20.0), run("b", seconds=1.0, gib=22.0, gpus=64)]
+    runs = [run("a", seconds=10.0, gib=20.0), run("b", seconds=10.0, gib=22.0, gpus=64)]
     assert twin_errors(runs, unsharded_bytes, same_on_a_rank) == pytest.approx([0.1, -1 / 11])
     assert twin_errors([replace(one, memory_bytes=None) for one in runs], unsharded_bytes, same_on_a_rank) == []
 

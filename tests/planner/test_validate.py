@@ -10,7 +10,8 @@ import pytest
 from paceline.costs.profiles import find_profile
 from paceline.costs.step import predict
 from paceline.planner.fit_recipes import RECIPES
-from paceline.planner.published import NotScored, PublishedRun, read_rows, read_run
+from paceline.planner.published import NotScored, PublishedRun, read_run
+from paceline.planner.run_tables import read_rows
 from paceline.planner.scored import Errors, Scored
 from paceline.planner.validate import cross_validate, explained_crashes, report, score
 

@@ -13,7 +13,8 @@ from paceline.costs.profiles import Profile, find_profile
 from paceline.errors import ConfigError
 from paceline.planner import first_choice
 from paceline.planner.calibration import calibrate, calibration_text, read_calibration, read_measured
-from paceline.planner.published import MEASURED, REQUIRED, NotScored, PublishedRun
+from paceline.planner.published import NotScored, PublishedRun
+from paceline.planner.run_tables import MEASURED, REQUIRED
 from paceline.planner.scored import Errors
 from paceline.planner.validate import SourceReport, cross_validate, report, score
 from paceline.report import units
@@ -38,8 +39,9 @@ def show_validation(
         raise ConfigError(
             "no row can be scored",
             evidence=f"{len(skipped)} rows: {' | '.join(told[:5])}{more}.",
-            next_step=f"Each row must fill {', '.join(REQUIRED)}, and one of {', '.join(MEASURED)}. Other columns may "
-            "be left out. For a table of your own say whose runs they are: --framework paceline.",
+            next_step=f"Each row must fill {', '.join(REQUIRED)}; {', '.join(MEASURED)} are what predictions are "
+            "compared with. Other columns may be left out. For a table of your own say whose runs they are: "
+            "--framework paceline.",
         )
     profiles: Mapping[str, Profile] = read_calibration(calibration) if calibration else {}
     if left_out:
@@ -53,10 +55,15 @@ def show_validation(
         cells = first_choice.cells(scored)
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in scored], indent=1))
+        if skipped:
+            typer.echo(f"not predicted: {len(skipped):,} rows; without --json they are listed by reason", err=True)
         return
     console = make_console()
     found = report(scored, cells, skipped)
     print_table(console, _errors_table(found, left_out))
+    unmeasured = sum(not run.measured for run in runs)
+    if unmeasured:
+        console.print(Text(f"{unmeasured:,} rows have nothing measured: predicted (--json), compared with nothing."))
     for shown in (_fits_table(found), _regret_table(found), _skipped_table(skipped), _worst_table(found, worst)):
         if shown.rows:
             console.print()
@@ -175,7 +182,7 @@ def show_calibration(paths: Sequence[str], *, out: str, framework: str) -> None:
         raise ConfigError(f"{out} exists", next_step="Give another name (--out), or move it.")
     profile = find_profile(framework)
     runs, skipped = read_measured(paths, framework)
-    runs = [run for run in runs if run.source.profile == framework]
+    runs = [run for run in runs if run.source.profile == framework and run.measured]
     if not runs:
         reasons = "; ".join(sorted({f"{one.id}: {one.reason}" for one in skipped})[:5])
         raise ConfigError(

@@ -30,7 +30,8 @@ from paceline.observe.events import read_events, read_metrics
 from paceline.planner.fit_recipes import RANGES
 from paceline.planner.fitting import demands, fit_memory, fit_times, memory_units
 from paceline.planner.machines import usual_interconnect
-from paceline.planner.published import NotScored, PublishedRun, Source, read_rows, read_run
+from paceline.planner.published import NotScored, PublishedRun, Source, read_run
+from paceline.planner.run_tables import read_rows
 
 _WARM_UP = 2
 """Lines of metrics that are left out: compilation, first allocations, caches."""
@@ -119,26 +120,20 @@ def read_measured(paths: Sequence[str], framework: str) -> tuple[list[PublishedR
     Raises:
         ConfigError: there is no such file or folder.
     """
-    runs: list[PublishedRun] = []
-    skipped: list[NotScored] = []
-    seen: set[str] = set()
-    for text in paths:
-        path = Path(text)
+    tables: list[Path] = []
+    found: list[PublishedRun | NotScored] = []
+    for path in map(Path, dict.fromkeys(paths)):
         if path.is_dir():
-            found = [read_folder(path)]
+            found.append(read_folder(path))
         elif path.is_file():
-            found = [read_run(row, framework) for row in read_rows([path])]
+            tables.append(path)
         else:
             raise ConfigError(
-                f"there is no run folder or table {text}", next_step="Give the folder that holds metrics.jsonl."
+                f"there is no run folder or table {path}", next_step="Give the folder that holds metrics.jsonl."
             )
-        found = [one for one in found if one.id not in seen]
-        seen.update(one.id for one in found)
-        for one in found:
-            if isinstance(one, PublishedRun):
-                runs.append(one)
-            else:
-                skipped.append(one)
+    found += [read_run(row, framework) for row in read_rows(tables)]
+    runs = [one for one in found if isinstance(one, PublishedRun)]
+    skipped = [one for one in found if isinstance(one, NotScored)]
     return runs, skipped
 
 

@@ -6,11 +6,8 @@ result by more than the accuracy claimed; what is assumed for a whole source sta
 
 from __future__ import annotations
 
-import csv
-import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -21,6 +18,7 @@ from paceline.costs.layers import training_flops_per_token
 from paceline.costs.profiles import find_profile
 from paceline.costs.workload import INTERCONNECTS, Cluster, Precision, Recompute, Workload
 from paceline.errors import ConfigError
+from paceline.planner.run_tables import COLUMNS, REQUIRED, CellError, measured_number, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +29,10 @@ class Source:
     title: str
     prefix: tuple[str, ...]
     """How ids of its rows begin."""
+    words: tuple[str, ...] = ()
+    """What the column `source` contains, in small letters."""
+    several_nodes: bool = False
+    """Of two that say the same, the one whose runs take more than a node."""
     profile: str
     """Name in `costs/profiles.py`."""
     convention: str = "causal"
@@ -58,48 +60,59 @@ class Source:
 
 SOURCES: tuple[Source, ...] = (
     Source(
-        key="vtrain_single", title="vTrain, one node", prefix=("vtrain-single-",), profile="megatron_deepspeed",
+        key="vtrain_single", words=("vtrain",),
+        title="vTrain, one node", prefix=("vtrain-single-",), profile="megatron_deepspeed",
         network="ib200", fused_attention=False, sequence_parallel=False, recompute="full",
     ),
     Source(
-        key="vtrain_multi", title="vTrain, several nodes", prefix=("vtrain-multi-",), profile="megatron_deepspeed",
+        key="vtrain_multi", words=("vtrain",), several_nodes=True,
+        title="vTrain, several nodes", prefix=("vtrain-multi-",), profile="megatron_deepspeed",
         network="ib100", fused_attention=False, sequence_parallel=False, recompute="full",
     ),
     Source(
-        key="nanotron", title="nanotron (Ultra-Scale Playbook)", prefix=("nanotron-",), profile="nanotron",
+        key="nanotron", words=("nanotron",),
+        title="nanotron (Ultra-Scale Playbook)", prefix=("nanotron-",), profile="nanotron",
         convention="full", activation="swiglu", norm="rmsnorm", network="efa400",
     ),
     Source(
-        key="bridge", title="Megatron Bridge, NeMo", prefix=("bridge-",), profile="megatron_bridge",
+        key="bridge", words=("megatron-bridge", "megatron bridge"),
+        title="Megatron Bridge, NeMo", prefix=("bridge-",), profile="megatron_bridge",
         activation="swiglu", norm="rmsnorm", tie_embeddings=False, vocab=128256, reduce_bf16=True,
     ),
     Source(
-        key="llm_foundry", title="llm-foundry", prefix=("mosaic-",), profile="llm_foundry", convention="full",
+        key="llm_foundry", words=("llm-foundry",),
+        title="llm-foundry", prefix=("mosaic-",), profile="llm_foundry", convention="full",
         network="roce400",
     ),
     Source(
-        key="torchtitan", title="torchtitan", prefix=("titan-",), profile="torchtitan", convention="full",
+        key="torchtitan", words=("torchtitan",),
+        title="torchtitan", prefix=("titan-",), profile="torchtitan", convention="full",
         activation="swiglu", norm="rmsnorm", tie_embeddings=False, vocab=128256, selective=("second_linear",),
     ),
     Source(
-        key="sc21", title="Megatron-LM 2021 (SC'21)", prefix=("megatron-sc21-",), profile="megatron_2021",
+        key="sc21", words=("sc21", "2104.04473"),
+        title="Megatron-LM 2021 (SC'21)", prefix=("megatron-sc21-",), profile="megatron_2021",
         convention="hardware", network="ib200", fused_attention=False, sequence_parallel=False, recompute="full",
     ),
     Source(
-        key="nemo", title="NeMo 24.07", prefix=("nemo2407-",), profile="megatron_bridge", convention="full",
+        key="nemo", words=("nemo 24.07",),
+        title="NeMo 24.07", prefix=("nemo2407-",), profile="megatron_bridge", convention="full",
         reduce_bf16=True,
         activation="swiglu", norm="rmsnorm", tie_embeddings=False,
     ),
     Source(
-        key="bloom", title="BLOOM's trials", prefix=("bloom-",), profile="megatron_2021", convention="hardware",
+        key="bloom", words=("bigscience", "bloom"),
+        title="BLOOM's trials", prefix=("bloom-",), profile="megatron_2021", convention="hardware",
         network="opa50", outside_gib=1.7, fused_attention=False, sequence_parallel=False, recompute="full",
     ),
     Source(
-        key="fms", title="fms-fsdp", prefix=("fms-",), profile="torchtitan", convention="full",
+        key="fms", words=("fms-fsdp",),
+        title="fms-fsdp", prefix=("fms-",), profile="torchtitan", convention="full",
         activation="swiglu", norm="rmsnorm", tie_embeddings=False, network="ib200",
     ),
     Source(
-        key="korthikanti", title="Korthikanti and others", prefix=("korthikanti-",), profile="megatron_2021",
+        key="korthikanti", words=("2205.05198", "korthikanti"),
+        title="Korthikanti and others", prefix=("korthikanti-",), profile="megatron_2021",
         convention="full", network="ib200", fused_attention=False,
     ),
 )  # fmt: skip
@@ -122,6 +135,11 @@ class PublishedRun:
     crashed: bool = False
     secondary: bool = False
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is something to compare a prediction with."""
+        return self.step_seconds is not None or self.memory_bytes is not None or self.crashed
+
 
 @dataclass(frozen=True, kw_only=True)
 class NotScored:
@@ -139,54 +157,60 @@ class NotScored:
         return "; ".join(filter(None, (self.reason, self.also)))
 
 
-REQUIRED = ("layers", "hidden", "heads", "ffn", "seq", "gpu", "n_gpus", "mbs", "gbs")
-"""Columns that a row must fill, ..."""
-MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "mem_GiB")
-"""... with one of these."""
-COLUMNS = (
-    "id", "source", "year", "model", "params_B", "active_params_B", "layers", "hidden", "heads", "kv_heads", "ffn",
-    "vocab", "experts", "topk", "seq", "gpu", "n_gpus", "gpus_per_node", "interconnect", "precision", "tp", "pp",
-    "vpp", "cp", "ep", "dp", "zero", "mbs", "gbs", "recompute", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu",
-    "step_time_s", "mem_GiB", "notes", "evidence",
-)  # fmt: skip
-"""Of a table of runs; those that a table lacks are taken as empty."""
+def source_of(row: dict[str, str]) -> Source | None:
+    """By the column `source`; where that says nothing known, by how the id begins."""
+    words, row_id = row["source"].lower(), row["id"]
+    told = [source for source in SOURCES if any(word in words for word in source.words)]
+    told = told or [source for source in SOURCES if row_id.startswith(source.prefix)]
+    by_id = [source for source in told if row_id.startswith(source.prefix)]
+    return next(iter(by_id or _of_size(told, row)), None)
 
 
-def read_rows(paths: Iterable[Path | str]) -> list[dict[str, str]]:
-    """All rows of CSV files; an id that came already (the 55 nanotron rows in two files) is not read twice."""
-    rows: dict[str, dict[str, str]] = {}
-    for path in paths:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.DictReader(file), start=2):
-                row["id"] = row.get("id") or f"{Path(path).name}:{number}"
-                rows.setdefault(row["id"], row)
-    return list(rows.values())
+def _of_size(sources: Sequence[Source], row: dict[str, str]) -> list[Source]:
+    """Of vTrain's two tables the one of runs on so many GPUs."""
+    if len(sources) < 2:
+        return list(sources)
+    nodes = whole_number(row, "n_gpus") > whole_number(row, "gpus_per_node", 8)
+    return [source for source in sources if source.several_nodes == nodes] or list(sources)
 
 
-def source_of(row_id: str) -> Source | None:
-    return next((source for source in SOURCES if row_id.startswith(source.prefix)), None)
+def _of_framework(framework: str, row: dict[str, str]) -> Source:
+    """What holds for somebody's runs of a framework: what its own publication says where there is one, else today's
+    defaults."""
+    own = {"megatron_deepspeed": ("vtrain_single", "vtrain_multi"), "megatron_bridge": ("bridge",)}
+    found = [source for source in SOURCES if source.key in own.get(framework, (framework,))]
+    if found:
+        return _of_size(found, row)[0]
+    return Source(
+        key=framework, title=find_profile(framework).title, prefix=(), profile=framework, activation="swiglu",
+        norm="rmsnorm", tie_embeddings=False,
+    )  # fmt: skip
 
 
 def read_run(row: dict[str, str], framework: str = "") -> PublishedRun | NotScored:
     """A row as a run, or why not.
 
     Args:
-        framework: name of a profile, for rows of no known source; columns that they lack count as empty.
+        framework: name of a profile, for all rows, whatever their source says.
     """
     row = dict.fromkeys(COLUMNS, "") | {name: text or "" for name, text in row.items() if name}
-    source = source_of(row["id"])
-    if source is None and framework:
-        source = Source(
-            key=framework, title=find_profile(framework).title, prefix=(), profile=framework, activation="swiglu",
-            norm="rmsnorm", tie_embeddings=False,
-        )  # fmt: skip
-    if source is None:
-        return NotScored(id=row["id"], source=row["source"][:40], reason="a source without a profile")
+    key = row["source"][:40]
     try:
+        source = _of_framework(framework, row) if framework else source_of(row)
+        if source is None:
+            return NotScored(id=row["id"], source=key, reason="a source without a profile")
+        key = source.key
         return _read(row, source)
-    except (_MissingError, ConfigError, ValidationError, ValueError) as error:
-        reason = str(error).split("\n", 1)[0]
-        return NotScored(id=row["id"], source=source.key, reason=reason, also=_also(row, reason))
+    except (CellError, ConfigError, ValidationError, ValueError, ArithmeticError) as error:
+        reason = _plain(error)
+        return NotScored(id=row["id"], source=key, reason=reason, also=_also(row, reason))
+
+
+def _plain(error: Exception) -> str:
+    """In one line."""
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}".strip(": ") for each in error.errors())
+    return str(error).split("\n", 1)[0]
 
 
 def _also(row: dict[str, str], told: str) -> str:
@@ -198,27 +222,7 @@ def _also(row: dict[str, str], told: str) -> str:
     faults = [f"nor {', '.join(empty)}" if "not published" in told else f"no {', '.join(empty)}"] if empty else []
     if row["gpu"].strip() and find_hardware(_GPUS.get(row["gpu"].strip(), row["gpu"].strip())) is None:
         faults += [f"{row['gpu']!r} is not in the hardware table"] if "hardware table" not in told else []
-    if not any(row[name].strip() for name in MEASURED):
-        faults += ["nothing measured"] if "neither a time" not in told else []
     return "; ".join(faults)
-
-
-class _MissingError(Exception):
-    """A field that the row does not have."""
-
-
-def _number(row: dict[str, str], name: str, default: int | None = None) -> int:
-    text = row.get(name, "").strip()
-    if text:
-        return int(float(text))
-    if default is None:
-        raise _MissingError(f"{name} is not published")
-    return default
-
-
-def _float(row: dict[str, str], name: str) -> float | None:
-    text = row.get(name, "").strip()
-    return float(text) if re.fullmatch(r"[0-9.]+", text) else None
 
 
 _GPUS = {
@@ -240,7 +244,7 @@ def _gpu(row: dict[str, str]) -> Hardware:
     name = row["gpu"].strip()
     found = find_hardware(_GPUS.get(name, name))
     if found is None:
-        raise _MissingError(f"{name!r} is not in the hardware table")
+        raise CellError(f"{name!r} is not in the hardware table")
     return found
 
 
@@ -251,36 +255,36 @@ def _cluster(row: dict[str, str], source: Source) -> Cluster:
         network = "ib800"
     return Cluster(
         gpu=gpu,
-        gpus=_number(row, "n_gpus"),
-        gpus_per_node=_number(row, "gpus_per_node", 8),
+        gpus=whole_number(row, "n_gpus"),
+        gpus_per_node=whole_number(row, "gpus_per_node", 8),
         node_gb_per_s=INTERCONNECTS[network][0],
         fast_domain=72 if gpu.name in ("GB200", "GB300") else 0,
     )
 
 
 def _model(row: dict[str, str], source: Source, seq_len: int, pp: int) -> ModelConfig:
-    experts = _number(row, "experts", 0)
+    experts = whole_number(row, "experts", 0)
     known = _KNOWN.get(row["model"].split(" (")[0].strip(), {})
-    heads = _number(row, "heads")
+    heads = whole_number(row, "heads")
     gpt = row["model"].startswith("GPT3")
     fields: dict[str, object] = {
-        "num_layers": _number(row, "layers"),
-        "hidden_size": _number(row, "hidden"),
+        "num_layers": whole_number(row, "layers"),
+        "hidden_size": whole_number(row, "hidden"),
         "num_heads": heads,
-        "num_kv_heads": _number(row, "kv_heads", heads),
-        "ffn_size": _number(row, "ffn"),
-        "vocab_size": _number(row, "vocab", source.vocab),
+        "num_kv_heads": whole_number(row, "kv_heads", heads),
+        "ffn_size": whole_number(row, "ffn"),
+        "vocab_size": whole_number(row, "vocab", source.vocab),
         "max_seq_len": seq_len,
         "activation": "gelu" if gpt else source.activation,
         "norm": "layernorm" if gpt else source.norm,
         "position": "learned" if gpt or source.norm == "layernorm" else "rope",
         "tie_embeddings": gpt or source.tie_embeddings,
-        "head_dim": max(2, _number(row, "hidden") // heads // 2 * 2),
+        "head_dim": max(2, whole_number(row, "hidden") // heads // 2 * 2),
     }
     if source.key == "nanotron":
         fields["tie_embeddings"] = pp == 1 and "8B" not in row["model"]
     if experts:
-        fields |= {"num_experts": experts, "top_k": _number(row, "topk")}
+        fields |= {"num_experts": experts, "top_k": whole_number(row, "topk")}
     if "w/o MTP" in row["model"]:
         known = known | {"mtp_layers": 0}
     return ModelConfig.model_validate(fields | known)
@@ -313,27 +317,29 @@ _KNOWN: dict[str, dict[str, object]] = {
 
 
 def _read(row: dict[str, str], source: Source) -> PublishedRun:
-    pp = _number(row, "pp", 1)
+    pp = whole_number(row, "pp", 1)
     if pp > 1 and ("local batch" in row["notes"] or "vpp not printed" in row["notes"]):
-        raise _MissingError("micro-batch or interleaving of the pipeline is not published")
+        raise CellError("micro-batch or interleaving of the pipeline is not published")
     if "doubtful" in row["notes"] or "ANOMALY" in row["notes"]:
-        raise _MissingError("the source contradicts itself")
-    seq_len = _number(row, "seq")
+        raise CellError("the source contradicts itself")
+    seq_len = whole_number(row, "seq")
     model = _model(row, source, seq_len, pp)
+    if whole_number(row, "hidden") % whole_number(row, "heads"):
+        raise CellError(f"{row['heads']} heads do not divide a hidden size of {row['hidden']}")
     cluster = _cluster(row, source)
     mode, modules = _recompute(row, source)
     work = Workload(
         model=model,
         seq_len=seq_len,
-        micro_batch_size=_number(row, "mbs"),
-        global_batch_size=_number(row, "gbs"),
+        micro_batch_size=whole_number(row, "mbs"),
+        global_batch_size=whole_number(row, "gbs"),
         precision=_precision(row),
-        tp=_number(row, "tp", 1),
+        tp=whole_number(row, "tp", 1),
         pp=pp,
-        cp=_number(row, "cp", 1),
-        ep=_number(row, "ep", 1),
+        cp=whole_number(row, "cp", 1),
+        ep=whole_number(row, "ep", 1),
         zero=_zero(row),
-        stages_per_rank=_number(row, "vpp", 1),
+        stages_per_rank=whole_number(row, "vpp", 1),
         recompute=mode,
         recompute_modules=modules,
         fused_attention=source.fused_attention,
@@ -345,16 +351,15 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
     )
     kernels: dict[str, Any] = {field: True for words, field in KERNELS.items() if words in row["notes"]}
     work = replace(work, **kernels)
-    dp = _number(row, "dp", work.dp(cluster.gpus))
+    dp = whole_number(row, "dp", work.dp(cluster.gpus))
     if dp * work.model_ranks != cluster.gpus:
-        raise _MissingError(f"tp x pp x cp x dp = {dp * work.model_ranks}, on {cluster.gpus} GPUs")
+        raise CellError(f"tp x pp x cp x dp = {dp * work.model_ranks}, on {cluster.gpus} GPUs")
     if reason := work.why_not(cluster.gpus):
-        raise _MissingError(reason)
+        raise CellError(reason)
     measured = _step_seconds(row, source, work, cluster)
-    memory = _float(row, "mem_GiB")
+    memory = measured_number(row, "mem_GiB")
+    _refuse_impossible(work, cluster, measured, memory)
     crashed = "CRASHED" in row["notes"] or "OOM" in row["notes"]
-    if measured is None and memory is None and not crashed:
-        raise _MissingError("neither a time nor a memory is published")
     return PublishedRun(
         id=row["id"],
         source=source,
@@ -367,6 +372,21 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
         crashed=crashed and measured is None,
         secondary=row.get("evidence") == "secondary",
     )
+
+
+def _refuse_impossible(work: Workload, cluster: Cluster, seconds: float | None, memory_gib: float | None) -> None:
+    """No run is faster than its card's datasheet, or larger than the card."""
+    gpu = cluster.gpu
+    if memory_gib is not None and memory_gib > 1.1 * gpu.memory_gb:
+        raise CellError(f"mem_GiB = {memory_gib:g} is more than a {gpu.name} has ({gpu.memory_gb:g} GB)")
+    known = (gpu.bf16, gpu.fp16) if work.precision in ("bf16", "fp16", "fp32") else (gpu.fp8, gpu.fp4)
+    peak = max((rate for rate in known if rate), default=0.0)
+    if seconds is None or not peak:
+        return
+    flops = training_flops_per_token(work.model, work.seq_len, "causal") * (2 / 3 if work.frozen_weights else 1)
+    reached = flops * work.tokens / cluster.gpus / seconds / 1e12
+    if reached > peak:
+        raise CellError(f"{seconds:.4g} s a step are {reached:,.0f} TFLOP/s of a {gpu.name}, whose peak is {peak:,.0f}")
 
 
 KERNELS = {
@@ -388,19 +408,26 @@ def _precision(row: dict[str, str]) -> Precision:
     for known in ("fp32", "fp16", "bf16", "mxfp8", "fp8", "nvfp4"):
         if text.startswith(known):
             return known
+    if text:
+        raise CellError(f"precision = {text!r} is none of fp32, fp16, bf16, fp8, mxfp8, nvfp4")
     return "bf16"
 
 
 def _zero(row: dict[str, str]) -> Literal[0, 1, 2, 3]:
     text = row["zero"].strip()
     written: dict[str, Literal[0, 1, 2, 3]] = {"0": 0, "1": 1, "2": 2, "3": 3}
-    return written.get(text[:1], 3 if "SDP" in text else 0)  # FSDP, HSDP
+    found = written.get(text[:1], 3 if "SDP" in text else None)  # FSDP, HSDP
+    if found is None and text:
+        raise CellError(f"zero = {text!r} is none of 0, 1, 2, 3, FSDP, HSDP")
+    return found or 0
 
 
 def _recompute(row: dict[str, str], source: Source) -> tuple[Recompute, tuple[str, ...]]:
     text, _, modules = row["recompute"].strip().partition(":")
     modes: dict[str, Recompute] = {"none": "none", "full": "full", "selective": "selective"}
     mode = modes.get(text)
+    if mode is None and text:
+        raise CellError(f"recompute = {text!r} is none of none, selective, full")
     if mode == "selective" and not modules and source.selective:
         return mode, source.selective
     return (source.recompute, ()) if mode is None else (mode, tuple(filter(None, modules.split("+"))))
@@ -408,17 +435,17 @@ def _recompute(row: dict[str, str], source: Source) -> tuple[Recompute, tuple[st
 
 def _step_seconds(row: dict[str, str], source: Source, work: Workload, cluster: Cluster) -> float | None:
     """As printed; else from tokens/s; else from TFLOP/s by the source's own convention."""
-    if (seconds := _float(row, "step_time_s")) is not None:
+    if (seconds := measured_number(row, "step_time_s")) is not None:
         return seconds
-    if rate := _float(row, "tokens_per_s_per_gpu"):
+    if rate := measured_number(row, "tokens_per_s_per_gpu"):
         return work.tokens / cluster.gpus / rate
-    if tflops := _float(row, "tflops_per_gpu"):
+    if tflops := measured_number(row, "tflops_per_gpu"):
         convention = "causal" if source.convention == "causal" else "full"
         flops = training_flops_per_token(work.model, work.seq_len, convention)  # type: ignore[arg-type]
         if source.convention == "hardware":
             flops *= 4 / 3
         return flops * work.tokens / cluster.gpus / (tflops * 1e12)
-    mfu, peak = _float(row, "mfu_pct"), cluster.gpu.peak_tflops("bf16")
+    mfu, peak = measured_number(row, "mfu_pct"), cluster.gpu.peak_tflops("bf16")
     if mfu and peak:
         flops = training_flops_per_token(work.model, work.seq_len, "full")
         return flops * work.tokens / cluster.gpus / (mfu / 100 * peak * 1e12)
