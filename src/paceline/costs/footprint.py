@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from paceline.config.model import ModelConfig, MoESpec
 from paceline.costs.averages import block_groups, edge_parameters, layer_parameters
@@ -111,9 +112,22 @@ class _Parameters:
     """Of `here`, what is in no layer: embedding and head."""
 
 
-def _parameters(work: Workload, cluster: Cluster, layers: float, *, first: bool, last: bool) -> _Parameters:
-    dense, experts = layer_parameters(work.model)
-    embedding, head = edge_parameters(work.model)
+class _Sizes(NamedTuple):
+    """Of a model: looked up once for all its ranks."""
+
+    layer: tuple[float, float]
+    edges: tuple[float, float]
+    widths: tuple[float, float, float, float, float, bool]
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> _Sizes:
+        return cls(layer_parameters(model), edge_parameters(model), _widths(model))
+
+
+def _parameters(
+    work: Workload, cluster: Cluster, layers: float, sizes: _Sizes, *, first: bool, last: bool
+) -> _Parameters:
+    (dense, experts), (embedding, head) = sizes.layer, sizes.edges
     tied = work.model.ties_head
     edges = embedding * first + head * (last and not (first and tied))
     edges += embedding * (last and not first and work.model.mtp_layers > 0)
@@ -158,19 +172,19 @@ def linear_bytes(
     work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int, profile: Profile
 ) -> dict[str, float]:
     """By field of `LINEAR`: bytes on a pipeline rank for each unit of that number."""
-    return _of_rank(work, cluster, layers_by_rank, rank, profile)[0]
+    return _of_rank(work, cluster, layers_by_rank, rank, profile, _Sizes.of(work.model))[0]
 
 
 def _of_rank(
-    work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int, profile: Profile
+    work: Workload, cluster: Cluster, layers_by_rank: Sequence[float], rank: int, profile: Profile, sizes: _Sizes
 ) -> tuple[dict[str, float], tuple[float, float, float, float]]:
     """`linear_bytes`, and what states are made of (`_states`)."""
     first, last = rank == 0, rank == work.head_rank
     layers = layers_by_rank[rank]
-    held = _parameters(work, cluster, layers, first=first, last=last)
+    held = _parameters(work, cluster, layers, sizes, first=first, last=last)
     micro_batches = work.micro_batches(cluster.gpus)
     tokens = work.micro_batch_size * work.seq_len / work.cp
-    heads, ffn, experts, rows, number, gated = _widths(work.model)
+    heads, ffn, experts, rows, number, gated = sizes.widths
     if work.fused_experts:  # two of three tensors, and rows only of other ranks
         experts, rows = experts * 2 / 3, rows / 2 if work.ep * work.etp > 1 else 0.0
     along = work.tp if work.sequence_parallel else 1
@@ -209,7 +223,7 @@ def _of_rank(
         "logit_bytes_before": logits if micro_batches > 1 else 0.0,
         "framework_gib": 2.0**30,
     }
-    kept = inputs + sum(getattr(profile, name) * value for name, value in found.items() if name != "framework_gib")
+    kept = inputs + sum([getattr(profile, name) * value for name, value in found.items() if name != "framework_gib"])
     states = _states(work, held, profile, micro_batches, kept)
     if work.reference_copy:
         sharded = work.zero == 3 or (work.zero == 2 and profile.shards_parameters)
@@ -288,12 +302,15 @@ def memory_by_stage(
 ) -> tuple[StageMemory, ...]:
     """At each position of the pipeline."""
     found = []
+    sizes, numbers = _Sizes.of(work.model), [(name, float(getattr(profile, name))) for name in LINEAR]
+    of_kept = [entry for entry in numbers if entry[0].startswith("kept_")]
+    of_logits = [entry for entry in numbers if entry[0].startswith("logit_")]
     for rank in range(work.pp):
-        units, states = _of_rank(work, cluster, layers_by_rank, rank, profile)
+        units, states = _of_rank(work, cluster, layers_by_rank, rank, profile, sizes)
         weights, gradients, optimizer, gathered = states
-        total = sum(getattr(profile, name) * units[name] for name in LINEAR)
-        activations = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("kept_"))
-        logits = sum(getattr(profile, name) * units[name] for name in LINEAR if name.startswith("logit_"))
+        total = sum([number * units[name] for name, number in numbers])
+        activations = sum([number * units[name] for name, number in of_kept])
+        logits = sum([number * units[name] for name, number in of_logits])
         activations += units["states"] - sum(states)
         known = weights + gradients + optimizer + gathered + activations + logits
         found.append(

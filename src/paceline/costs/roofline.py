@@ -68,6 +68,7 @@ def gemm_seconds(
     return max(compute, memory)
 
 
+@lru_cache(maxsize=65536)
 def linear_seconds(
     tokens: float,
     inputs: float,

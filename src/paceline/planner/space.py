@@ -97,9 +97,9 @@ def spread(ordered: list[Degrees], keep: int) -> list[Degrees]:
 def _degrees(asked: Asked, cluster: Cluster, held: Only) -> Iterator[Degrees]:
     config, gpus = asked.config, cluster.gpus
     model, train, parallel = config.model, config.train, config.parallel
-    # dense fp8 has no tensor parallelism, muon neither: the exclusions say so for each; asked once here
+    # muon has no tensor parallelism: the exclusions say so for each; asked once here
     tps = [tp for tp in tensor_degrees(asked) if gpus % tp == 0 and (tp <= cluster.domain or tp == held.get("tp"))]
-    if train.precision == "fp8" or config.optim.name == "muon":
+    if config.optim.name == "muon":
         tps = [1]
     pps = [pp for pp in divisors(gpus) if pp <= model.num_layers]
     cps = [cp for cp in divisors(gpus) if cp == 1 or train.seq_len // cp >= SHORTEST_PART]
