@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from paceline.planner.first_choice import Cell
+from paceline.planner.published import KERNELS
 from paceline.planner.scored import Errors, Scored
 from paceline.planner.twins import (
     constant_per_micro_batch,
@@ -16,7 +19,7 @@ from paceline.planner.twins import (
     twin_errors,
     unsharded_bytes,
 )
-from paceline.planner.validate import SourceReport
+from paceline.planner.validate import SourceReport, cross_validate
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -126,6 +129,22 @@ def _waits(rows: Sequence[Scored], least: int, most: int) -> str:
     return f"{middle:.2f} s (four of five between {low:.2f} and {high:.2f})"
 
 
+def _of_columns(one: SourceReport) -> float:
+    """The source's mean error, nothing known but what its tables print."""
+    switches: dict[str, Any] = dict.fromkeys(KERNELS.values(), False)
+    bare = {"recompute": "none", "recompute_modules": (), **switches}
+    runs = [
+        replace(row.run, workload=replace(row.run.workload, **bare))
+        if any(getattr(row.run.workload, name) for name in switches)
+        else row.run
+        for row in one.scored
+    ]
+    errors = [error for row in cross_validate(runs)[0] if (error := row.time_error) is not None]
+    found = Errors.of(errors)
+    assert found is not None
+    return found.mape
+
+
 def _bridge_note(one: SourceReport) -> str:
     said = []
     for name, dense in (("dense", True), ("mixtures of experts", False)):
@@ -138,8 +157,10 @@ def _bridge_note(one: SourceReport) -> str:
         f"another release, predicts a row {' and '.join(said)} off. What changed between releases for mixtures of "
         "experts is an input here, where the release's own recipe says it for that layout: what is recomputed, whether "
         "the dispatcher permutes rows, whether products of experts activate and cast by themselves, whether rows are "
-        "sent behind another micro-batch, and attention and head in 8 bits. For dense models, and for layouts of 25.09 "
-        "and 25.11 that no stored recipe has, nothing is printed. There are three mixtures of experts: one left out is "
+        "sent behind another micro-batch, and attention and head in 8 bits "
+        f"(`planner/release_recipes.csv`; by the printed columns alone it would be {percent(_of_columns(one))}). "
+        "For dense models, and for layouts of 25.09 and 25.11 that no stored recipe has, nothing is printed. There are "
+        "three mixtures of experts: one left out is "
         "predicted by what two others teach. DeepSeek-V3 and Kimi K2 teach each other well. GPT-OSS takes longer than "
         "both teach, by a fifth to two fifths on Blackwell and a tenth on Hopper: about as many milliseconds a layer "
         "on either, in bf16 as in MXFP8. It alone has biases in experts, sinks in attention and a clamped activation; "

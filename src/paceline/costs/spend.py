@@ -169,8 +169,7 @@ def _step(d: Demand, p: Profile) -> _Step:
     last_is_worst = last >= inside
     at = _where(last_is_worst, d.layers_last, d.layers_inside)
     everything = d.layers * layer + head_gemm + head_memory + d.pipeline * rest
-    idle = (everything - _where(last_is_worst, last, inside)) / d.interleaved
-    idle = idle * _idle_share(d, p, forward, backward)
+    idle = (everything - _where(last_is_worst, last, inside)) * _idle_share(d, forward, backward)
     send = d.pp_fast / p.nvlink_efficiency + d.pp_node / p.network_efficiency + p.send_us * 1e-6
     piped = d.pipeline > 1
     # what the last backward and the next forward can hide
@@ -197,15 +196,27 @@ def _step(d: Demand, p: Profile) -> _Step:
     )
 
 
-def _idle_share(d: Demand, p: Profile, forward: _Pass, backward: _Pass) -> Number:
-    """Of the idle time of a schedule whose backward pass is whole."""
+def _idle_share(d: Demand, forward: _Pass, backward: _Pass) -> Number:
+    """Of what a pipeline of one stage a rank is idle with 1F1B: the work of a micro-batch on all other ranks.
+
+    Fewer micro-batches than ranks leave less to interleave: of p - 1, p - m are passed as if there were one stage a
+    rank, and m - 1 at the pace of v. Of a single micro-batch nothing is interleaved. So it is in `costs/pipeline.py`,
+    which has the schedules' timelines: to the digit, but for zero bubble with several stages a rank and m < p, which
+    is up to two fifths less idle than this.
+    """
+    p, m, v = d.pipeline, d.micro_batches, d.interleaved
+    others = _most(p - 1, 1)
+    paced = _where(m < p, (p - m + (m - 1) / v) / others, 1 / v)
     if not _any(d.splits):
-        return 1.0
+        return paced
     weights = 0.5 * backward.gemm  # of a linear's two products; attention and the rest have none
     inputs, whole = backward.total - weights, forward.total + backward.total
-    zero_bubble = _most(forward.total + inputs - weights, 0.0) / whole
-    v_shaped = forward.total / whole
-    return _where(d.splits == 0, 1.0, _where(d.splits == 1, zero_bubble, v_shaped))
+    # the products for weights of the micro-batches before fill up
+    filled = 1 - _most(p - m, 0) / others
+    zero_bubble = _most(forward.total + inputs - filled * weights, 0.0) / whole
+    of_few = (forward.total + inputs) - (m - 1) * weights / others
+    v_shaped = _most(forward.total / v, of_few) / whole
+    return _where(d.splits == 0, paced, _where(d.splits == 1, zero_bubble * paced, v_shaped))
 
 
 def _data_parallel(d: Demand, p: Profile, before: Number, behind: Number) -> Number:

@@ -18,6 +18,7 @@ from paceline.costs.layers import training_flops_per_token
 from paceline.costs.profiles import find_profile
 from paceline.costs.workload import INTERCONNECTS, Cluster, Precision, Recompute, Workload
 from paceline.errors import ConfigError
+from paceline.planner.release_recipes import with_release
 from paceline.planner.run_tables import COLUMNS, REQUIRED, CellError, measured_number, whole_number
 
 
@@ -200,7 +201,7 @@ def read_run(row: dict[str, str], framework: str = "") -> PublishedRun | NotScor
         if source is None:
             return NotScored(id=row["id"], source=key, reason="a source without a profile")
         key = source.key
-        return _read(row, source)
+        return _read(with_release(row) if key == "bridge" else row, source)
     except (CellError, ConfigError, ValidationError, ValueError, ArithmeticError) as error:
         reason = _plain(error)
         return NotScored(id=row["id"], source=key, reason=reason, also=_also(row, reason))
