@@ -37,7 +37,7 @@ def made_up_runs() -> list[PublishedRun]:
                     "id": f"bridge-{model}-{tp}-{batch}", "model": model, "layers": str(layers), "hidden": str(hidden),
                     "heads": "16", "ffn": str(4 * hidden), "vocab": "32000", "seq": "2048", "gpu": "H100",
                     "n_gpus": "8", "precision": "bf16", "tp": str(tp), "dp": str(8 // tp), "mbs": str(batch),
-                    "gbs": "256", "step_time_s": "1", "zero": "1",
+                    "gbs": "256", "step_time_s": "100", "zero": "1",
                 }  # fmt: skip
                 run = read_run(row)
                 assert isinstance(run, PublishedRun)

@@ -8,8 +8,9 @@ import pytest
 
 from paceline.config.check import check
 from paceline.config.plugins import Registry
-from paceline.costs.layers import count_parameters
+from paceline.costs.layers import count_parameters, training_flops_per_token
 from paceline.costs.profiles import MEGATRON
+from paceline.costs.step import predict
 from paceline.errors import ConfigError
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.megatron import MegatronRun, read_megatron
@@ -121,12 +122,39 @@ LINE = (
 
 
 def test_what_is_left_off_is_told_with_numbers() -> None:
-    run = read_megatron(LINE + "--tensor-model-parallel-size 2", gpus=16)
+    run = read_megatron(LINE + "--tensor-model-parallel-size 2 --transformer-impl local", gpus=16)
     cluster, _ = make_cluster(find_gpu("H100-80"), 16)
     told = {finding.id: finding for finding in advice(run, cluster, MEGATRON)}
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel", "attention", "max-connections"):
         assert told[f"megatron.{name}"].severity == "warning"
     assert "18 bytes a parameter in place of 6 + 12 / 8" in told["megatron.distributed-optimizer"].evidence
+
+
+def test_attention_is_fused_unless_the_script_says_otherwise() -> None:
+    """Transformer Engine is today's default, and picks a fused kernel by itself."""
+    assert read_megatron(LINE, gpus=16).work.fused_attention
+    assert not read_megatron(LINE + "--transformer-impl local", gpus=16).work.fused_attention
+    assert not read_megatron(LINE + "--attention-backend unfused", gpus=16).work.fused_attention
+
+
+def test_experts_are_as_fast_as_published_where_they_are_large() -> None:
+    """Mixtral-8x7B on 64 H100, pp 4, ep 8: 468 TFLOP/s by NVIDIA (Megatron-Core, its README on experts); 64 small ones
+    a rank are launched one by one: 136 TFLOP/s with even routing, Qwen3-30B-A3B's widths with ep 2 on two H200."""
+    mixtral = (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu "
+        "--seq-length 4096 --group-query-attention --num-query-groups 8 --max-position-embeddings 32768 "
+        "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --bf16 --vocab-size 32000 "
+        "--untie-embeddings-and-output-weights "
+        "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8 --moe-grouped-gemm --moe-permute-fusion "
+        "--moe-token-dispatcher-type alltoall --pipeline-model-parallel-size 4 --micro-batch-size 1 "
+        "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 256 --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather"
+    )
+    run = read_megatron(mixtral, gpus=64)
+    cluster, _ = make_cluster(find_gpu("H100-80"), 64)
+    tokens = run.work.tokens / 64 / predict(run.work, cluster, MEGATRON).seconds
+    tflops = tokens * training_flops_per_token(run.work.model, 4096, "causal") / 1e12
+    assert 0.9 * 468 < tflops < 1.1 * 468
 
 
 @pytest.mark.parametrize(

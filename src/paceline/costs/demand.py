@@ -57,6 +57,8 @@ class Demand:
     expert_memory_backward: Number
     expert_biases: Number
     """One pass over the rows that experts add biases to."""
+    expert_calls: Number
+    """Products forward, one for each expert of the rank and each of its matrices."""
     attention_forward: Number
     attention_backward: Number
     memory_forward: Number
@@ -204,6 +206,7 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         expert_memory_forward=total.expert_elements_forward * byte,
         expert_memory_backward=total.expert_elements_backward * byte,
         expert_biases=total.expert_bias_elements * byte,
+        expert_calls=total.expert_calls,
         attention_forward=total.attention_forward,
         attention_backward=backward_scale * total.attention_forward,
         memory_forward=total.elements_forward * byte,

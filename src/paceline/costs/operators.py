@@ -43,6 +43,8 @@ class Layer:
     """... and of experts', in `expert_elements_forward`."""
     expert_bias_elements: float = 0.0
     """One pass over rows to which experts add biases."""
+    expert_calls: float = 0.0
+    """Forward products of single experts, where a grouped product is made of them."""
     score_elements: float = 0.0
     cast_elements: float = 0.0
     weight_elements: float = 0.0
@@ -201,6 +203,7 @@ def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: 
     narrow = replace(rates, linear=rates.bf16) if work.experts_in_bf16 else rates
     _mlp(one, expert, rows / here, work.etp, narrow, groups=here)
     layer.expert_gemm_forward += one.gemm_forward
+    layer.expert_calls += 2 * here
     if work.fused_experts:
         layer.expert_gemm_backward += _rows_backward(expert, rows / here, work.etp, narrow, here)
         # as many operations as forward, at the device's best

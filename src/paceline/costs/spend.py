@@ -81,6 +81,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
     cp_once = d.cp_fast / p.nvlink_efficiency + d.cp_node / p.network_efficiency
     host = d.launches * p.launch_us * 1e-6 + (d.tp_calls + d.ep_calls) * p.call_launch_us * 1e-6
     host = host + far * d.tp_crowd * p.crowded_call_us * 1e-6
+    each_expert = d.expert_calls * p.expert_call_us * 1e-6
     kernel = p.attention_efficiency * _where(d.hopper > 0, p.hopper_attention, 1.0)
     attention = d.attention_forward / kernel
     clock = _where(d.ultra > 0, p.ultra_products, 1.0)
@@ -101,7 +102,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
         cp=_most(cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once,
         hides=hides,
-        host=host,
+        host=host + each_expert,
     )
     again = d.gemm_again / gemm + d.attention_again / kernel + d.memory_again * passes
     attention = d.attention_backward / kernel
@@ -114,7 +115,7 @@ def _passes(d: Demand, p: Profile) -> tuple[_Pass, _Pass]:
         cp=_most(2 * cp_once - p.ring_overlap * attention, 0.1 * cp_once),
         ep=ep_once * (1 + d.communication_again),
         hides=hides,
-        host=host * (1 + d.communication_again),
+        host=host * (1 + d.communication_again) + each_expert * (2 + d.communication_again),
     )
     forward = forward.repeated(d.forwards)
     if p.host_runs_ahead:

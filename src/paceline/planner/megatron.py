@@ -351,14 +351,6 @@ def padded_model(config: RunConfig, flags: Flags, tp: int) -> ModelConfig:
     return config.model.model_copy(update={"vocab_size": padded(config.model.vocab_size, flags, tp)})
 
 
-_OF_TODAY = (
-    *("use-mcore-models", "attention-backend", "overlap-param-gather", "moe-token-dispatcher-type", "fp8-format"),
-    *("use-torch-fsdp2", "use-megatron-fsdp", "cross-entropy-loss-fusion", "expert-tensor-parallel-size"),
-)
-"""Flags of versions that build on Transformer Engine unless told otherwise."""
-
-
 def _has_engine(flags: Flags, backend: str) -> bool:
-    """Transformer Engine picks a fused kernel by itself; the older local layers have none."""
-    modern = flags.on(*_OF_TODAY)
-    return backend == "auto" and (modern or flags.text("transformer-impl") == "transformer_engine")
+    """Transformer Engine, today's default, picks a fused kernel by itself; the local layers have none."""
+    return backend == "auto" and flags.text("transformer-impl") in ("", "transformer_engine")
