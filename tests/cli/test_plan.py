@@ -300,3 +300,32 @@ def test_rows_of_a_sizing_say_their_batch_and_whether_they_are_enough() -> None:
     assert len(rows) >= 2
     for row in rows:
         assert row[2] == ("yes" if float(row[1]) <= 1 else "no")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*LLAMA, "--write"),
+        (*LLAMA, "--html"),
+        ("megatron", "--num-layers 2", "--write"),
+        ("simulate", str(RECIPES / "llama3_8b.toml"), "--gpus", "8", "--gpu", "H100-80", "--trace"),
+        ("calibrate", str(RECIPES), "--out"),
+    ],
+    ids=lambda given: given[0] + given[-1],
+)
+def test_where_nothing_can_be_written_is_said_before_any_work(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    missing = plan(*arguments, str(tmp_path / "none" / "x"))
+    assert missing.returncode == 2 and "there is no folder" in missing.stderr
+    folder = plan(*arguments, str(tmp_path))
+    assert folder.returncode == 2 and "is a folder" in folder.stderr
+
+
+def test_fp8_is_refused_for_cards_without_it() -> None:
+    found = plan("llama2_7b", "--gpus", "8", "--gpu", "A100-80", "--set", "train.precision=fp8")
+    assert found.returncode == 2 and "cannot run on a A100 SXM 80" in found.stderr
+
+
+def test_help_names_sections_of_a_recipe() -> None:
+    for verb in ("layouts", "megatron", "simulate"):
+        shown = CliRunner().invoke(app, [verb, "--help"]).stdout
+        assert "Default: those of [cluster]" in " ".join(shown.replace("│", " ").split()) or verb == "layouts"

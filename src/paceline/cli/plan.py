@@ -43,7 +43,9 @@ def _plan() -> None:
 
 
 Recipe = Annotated[str, typer.Argument(help="Recipe file (TOML), or the name of a preset such as llama3_8b.")]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=1, max=2**20, help="GPUs in all. Default: those of [cluster].")]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", min=1, max=2**20, help=r"GPUs in all. Default: those of \[cluster].")
+]
 Gpu = Annotated[str, typer.Option("--gpu", help="H100-80, A100-80, 4090 ..., or a file that describes one (TOML).")]
 NodesOf = Annotated[
     int, typer.Option("--nodes-of", min=0, max=1024, show_default=False, help="GPUs of a node; default 8.")

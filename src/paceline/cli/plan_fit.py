@@ -14,6 +14,7 @@ from paceline.costs.layers import count_parameters
 from paceline.costs.step import SAFE_SHARE
 from paceline.costs.workload import Cluster
 from paceline.errors import ConfigError
+from paceline.planner.calibration import calibration_note
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.rank import Candidate
 from paceline.planner.reasons import layout_text
@@ -53,6 +54,7 @@ def show_fit(
     if not 0 <= reserve < 1:
         raise ConfigError(f"--reserve {reserve} is no share of the time", next_step="Give 0.05 for five percent.")
     card = find_gpu(gpu)
+    measured = calibration or config.cluster.calibration
     per_node = nodes_of or 8
 
     def machines(count: int) -> Cluster:
@@ -65,7 +67,7 @@ def show_fit(
         days=days,
         reserve=reserve,
         gpus_per_node=per_node,
-        profile=calibrated("paceline", calibration or config.cluster.calibration),
+        profile=calibrated("paceline", measured),
     )
     if as_json:
         typer.echo(json.dumps(_as_dict(sized, price), indent=1))
@@ -83,6 +85,8 @@ def show_fit(
     _, network = make_cluster(card, sized.chosen.gpus, gpus_per_node=per_node, interconnect=interconnect)
     console = make_console()
     print_table(console, _steps(config, sized, sized.chosen, network, price))
+    if measured:
+        console.print(Text(calibration_note(measured, "paceline")), soft_wrap=True)
     console.print()
     print_table(console, _counts(sized))
     console.print()

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from paceline.cli.plan_outputs import refuse_unwritable
 from paceline.cli.plan_page import KINDS, plan_page
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import differences
@@ -53,10 +54,8 @@ def show_layouts(request: Request, wanted: Wanted) -> None:
             f"--objective {wanted.objective} is not known", next_step=f"There are {', '.join(OBJECTIVES)}."
         )
     only = parse_only(wanted.only)
-    if wanted.write and Path(wanted.write).exists():
-        raise ConfigError(
-            f"{wanted.write} exists", evidence="--write makes a new recipe.", next_step="Give another name, or move it."
-        )
+    refuse_unwritable("--write", wanted.write, new=True)
+    refuse_unwritable("--html", wanted.html, new=False)
     config, cluster = request.config, request.cluster
     ranking = rank_counts(config, cluster, objective=objective, profile=request.profile, only=only)
     if not ranking.predicted and not ranking.space.too_large:
@@ -128,6 +127,8 @@ def _write_page(request: Request, ranking: Ranking, why: Reasons, wanted: Wanted
         )
     question, layouts = _question(request, ranking), layouts_table(shown, request.config)
     Path(wanted.html).write_text(plan_page(title, question, layouts, shown, ranking, why), encoding="utf-8")
+    if not wanted.as_json:
+        typer.echo(f"\nwritten: {wanted.html}")
 
 
 def _lightest(ranking: Ranking) -> list[Candidate]:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from paceline.cli.plan_outputs import refuse_unwritable
 from paceline.config.check import refuse_errors
 from paceline.config.load import dump_recipe
 from paceline.costs.layers import count_parameters
@@ -70,6 +71,7 @@ def show_megatron(
     Raises:
         ConfigError: the flags contradict each other, the sizes or the ranks; all that was found is printed before.
     """
+    refuse_unwritable("--write", write, new=True)
     text = command_text(words)
     run = read_megatron(text, gpus=gpus, gpus_per_node=nodes_of or None, given=given)
     cluster, network = make_cluster(
@@ -104,8 +106,6 @@ def show_megatron(
 
 
 def _write(run: MegatronRun, path: str) -> None:
-    if Path(path).exists():
-        raise ConfigError(f"{path} exists", next_step="Give another name, or move it.")
     Path(path).write_text(dump_recipe(run.config), encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
+from paceline.cli.plan_outputs import refuse_unwritable
 from paceline.config.check import check, refuse_errors
 from paceline.errors import ConfigError
 from paceline.planner.goodput import Goodput, best_interval, goodput
@@ -49,6 +50,7 @@ def show_simulation(
     Raises:
         ConfigError: the layout cannot run, or a slow part does not exist.
     """
+    refuse_unwritable("--trace", trace, new=False)
     config, cluster = request.config, request.cluster
     if request.is_preset:
         ranked = rank(config, cluster, profile=request.profile)

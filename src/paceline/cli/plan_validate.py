@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
+from paceline.cli.plan_outputs import refuse_unwritable
 from paceline.costs.profiles import Profile, find_profile
 from paceline.errors import ConfigError
 from paceline.planner import first_choice
@@ -178,8 +179,7 @@ def show_calibration(paths: Sequence[str], *, out: str, framework: str) -> None:
     Raises:
         ConfigError: the file is there, or nothing can be learned.
     """
-    if Path(out).exists():
-        raise ConfigError(f"{out} exists", next_step="Give another name (--out), or move it.")
+    refuse_unwritable("--out", out, new=True)
     profile = find_profile(framework)
     runs, skipped = read_measured(paths, framework)
     runs = [run for run in runs if run.source.profile == framework and run.measured]

@@ -16,11 +16,11 @@ from paceline.config.nearest import nearest_sentence
 from paceline.config.presets import preset_names
 from paceline.config.refusals import others, refusals
 from paceline.config.run import RunConfig
-from paceline.costs.hardware import hardware_names
+from paceline.costs.hardware import Hardware, hardware_names
 from paceline.costs.profiles import PACELINE, Profile, find_profile
 from paceline.costs.workload import Cluster
 from paceline.errors import ConfigError
-from paceline.planner.calibration import read_calibration
+from paceline.planner.calibration import calibration_note, read_calibration
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.space import DEGREES, VARIANTS, Only
 
@@ -78,6 +78,8 @@ def make_request(
     recipe, is_preset, notes = load(name, overrides, gpus)
     config = recipe.config
     cluster, network = find_cluster(config, gpus, gpu, nodes_of, interconnect)
+    _refuse_without_fp8(config, cluster.gpu)
+    measured = calibration or config.cluster.calibration
     config = config.model_copy(
         update={"cluster": config.cluster.model_copy(update={"nodes": 0, "gpus_per_node": cluster.gpus_per_node})}
     )
@@ -89,8 +91,20 @@ def make_request(
         is_preset=is_preset,
         cluster=cluster,
         network=network,
-        profile=calibrated("paceline", calibration or config.cluster.calibration),
-        notes=notes,
+        profile=calibrated("paceline", measured),
+        notes=(*notes, *([calibration_note(measured, "paceline")] if measured else [])),
+    )
+
+
+def _refuse_without_fp8(config: RunConfig, gpu: Hardware) -> None:
+    """A run would refuse it on the card (`parallel/fp8_device.py`)."""
+    if gpu.fp8 is not None or (config.train.precision != "fp8" and config.lora.base != "fp8"):
+        return
+    asked = "train.precision" if config.train.precision == "fp8" else "lora.base"
+    raise ConfigError(
+        f"{asked} = 'fp8' cannot run on a {gpu.name}",
+        evidence="It has no tensor cores for fp8; they came with Ada (compute capability 8.9) and Hopper (9.0).",
+        next_step=f"Set {asked} = 'bf16', or plan for another card (--gpu H100-80).",
     )
 
 
