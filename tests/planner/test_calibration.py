@@ -15,7 +15,14 @@ from paceline.costs.profiles import PACELINE
 from paceline.costs.step import predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.errors import ConfigError
-from paceline.planner.calibration import calibrate, calibration_text, read_calibration, read_folder, read_measured
+from paceline.planner.calibration import (
+    calibrate,
+    calibration_note,
+    calibration_text,
+    read_calibration,
+    read_folder,
+    read_measured,
+)
 from paceline.planner.machines import find_gpu
 from paceline.planner.published import COLUMNS, NotScored, PublishedRun, Source
 
@@ -131,3 +138,21 @@ def test_rows_with_missing_fields_are_listed(tmp_path: Path) -> None:
     assert [run.id for run in found] == ["a"]
     assert [(one.id, one.reason) for one in skipped] == [("b", "heads is not published")]
     assert skipped[0].reasons == "heads is not published"
+
+
+def test_a_number_at_the_end_of_its_range_is_known() -> None:
+    fast = [replace(run, step_seconds=(run.step_seconds or 0.0) / 3, memory_bytes=1e6) for run in runs(3)]
+    found = calibrate(fast, PACELINE)
+    assert {"gemm_efficiency", "framework_gib"} <= set(found.at_bounds)
+    assert not calibrate(list(runs(3)), PACELINE).at_bounds
+
+
+def test_a_file_says_what_it_changes(tmp_path: Path) -> None:
+    made = list(runs(2))
+    file = tmp_path / "mine.toml"
+    file.write_text(calibration_text(calibrate(made, PACELINE), made))
+    assert "mine.toml, of 2 runs: gemm_efficiency 0." in calibration_note(file, "paceline")
+    assert "changes nothing here: it has [paceline]" in calibration_note(file, "megatron")
+    file.write_text("[megatron]\ngemm_efficiency = 0.9\n")  # without the number of runs, as older files are
+    assert "changes nothing here: it has [megatron]" in calibration_note(file, "paceline")
+    assert calibration_note(file, "megatron").endswith("mine.toml: gemm_efficiency 0.9.")

@@ -1,5 +1,6 @@
 """What do measured runs say about this cluster? A few numbers of a profile, fitted, in a small TOML file.
 
+    runs = 3
     [paceline]
     gemm_efficiency = 0.91
     framework_gib = 1.2
@@ -36,6 +37,9 @@ from paceline.planner.run_tables import read_rows
 _WARM_UP = 2
 """Lines of metrics that are left out: compilation, first allocations, caches."""
 
+_NEAR_BOUND = 2e-3
+"""Share of an end of a range, which a fit nears without reaching it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -49,6 +53,21 @@ class Calibration:
     """The same on the same runs with the fitted ones: how well they can be explained, not how good predictions are."""
     memory_before: tuple[float, ...]
     memory_after: tuple[float, ...]
+
+    @property
+    def at_bounds(self) -> tuple[str, ...]:
+        """The numbers that ended at an end of their range: the runs ask for more than is physical, or cannot tell."""
+        return tuple(name for name, value in self.numbers.items() if _at_end(name, value))
+
+
+def range_of(name: str) -> tuple[float, float]:
+    """Between which values a number of a profile is looked for."""
+    return RANGES.get(name, (0.0, float("inf")))
+
+
+def _at_end(name: str, value: float) -> bool:
+    low, high = range_of(name)
+    return value <= max(low * (1 + _NEAR_BOUND), _NEAR_BOUND) or value >= high * (1 - _NEAR_BOUND)
 
 
 def calibrate(runs: Sequence[PublishedRun], profile: Profile) -> Calibration:
@@ -175,11 +194,15 @@ def read_folder(folder: Path) -> PublishedRun | NotScored:
 # ---- the file
 
 
+_RUNS = "runs"
+"""Key of the file: of how many runs it was made."""
+
+
 def calibration_text(found: Calibration, runs: Sequence[PublishedRun]) -> str:
     """The file, with what it was made of."""
     names = ", ".join(run.id for run in runs[:8]) + (f" and {len(runs) - 8} more" if len(runs) > 8 else "")
     return f"# Made by `paceline plan calibrate` from {len(runs)} runs: {names}.\n" + tomli_w.dumps(
-        {found.profile.name: dict(found.numbers)}
+        {_RUNS: len(runs), found.profile.name: dict(found.numbers)}
     )
 
 
@@ -189,17 +212,12 @@ def read_calibration(path: str | Path) -> dict[str, Profile]:
     Raises:
         ConfigError: the file is missing, or names something that is no number of a profile.
     """
-    try:
-        tables: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"there is no calibration {path}", evidence=str(error), next_step="paceline plan calibrate makes one."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML", evidence=str(error), next_step="Make it again.") from error
+    tables = _tables(path)
     known = {field.name for field in fields(Profile)} & {*RANGES, "framework_gib", "logit_bytes", "states"}
     found = {}
     for name, numbers in tables.items():
+        if name == _RUNS:
+            continue
         if name not in {profile.name for profile in PROFILES} or not isinstance(numbers, dict):
             raise ConfigError(
                 f"{path}: {name} is no framework",
@@ -207,7 +225,7 @@ def read_calibration(path: str | Path) -> dict[str, Profile]:
                 next_step="Name its table after one of these.",
             )
         for key, value in numbers.items():
-            low, high = RANGES.get(key, (0.0, float("inf")))
+            low, high = range_of(key)
             if key not in known or isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(
                     f"{path}: {name}.{key} = {value!r} is no number of a profile",
@@ -221,3 +239,35 @@ def read_calibration(path: str | Path) -> dict[str, Profile]:
                 )
         found[name] = replace(find_profile(name), **numbers)
     return found
+
+
+def _tables(path: str | Path) -> dict[str, Any]:
+    """The file as it is written.
+
+    Raises:
+        ConfigError: the file is missing, or no TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"there is no calibration {path}", evidence=str(error), next_step="paceline plan calibrate makes one."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML", evidence=str(error), next_step="Make it again.") from error
+
+
+def calibration_note(path: str | Path, framework: str) -> str:
+    """What the file changes about a framework's predictions, as a sentence.
+
+    Raises:
+        ConfigError: as `read_calibration`.
+    """
+    profiles, tables = read_calibration(path), _tables(path)
+    if framework not in profiles:
+        others = " and ".join(f"[{name}]" for name in profiles) or "nothing"
+        return f"Calibration: {path} changes nothing here: it has {others}, and this is predicted by [{framework}]."
+    count = tables.get(_RUNS)
+    made = f", of {count} run{'s' * (count != 1)}" if isinstance(count, int) else ""
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in tables[framework].items())
+    return f"Calibration: {path}{made}: {numbers}."
