@@ -325,7 +325,6 @@ def test_fp8_is_refused_for_cards_without_it() -> None:
     assert found.returncode == 2 and "cannot run on a A100 SXM 80" in found.stderr
 
 
-def test_help_names_sections_of_a_recipe() -> None:
-    for verb in ("layouts", "megatron", "simulate"):
-        shown = CliRunner().invoke(app, [verb, "--help"]).stdout
-        assert "Default: those of [cluster]" in " ".join(shown.replace("│", " ").split()) or verb == "layouts"
+@pytest.mark.parametrize("verb", ["megatron", "simulate"])
+def test_help_names_sections_of_a_recipe(verb: str) -> None:
+    assert "[cluster]" in CliRunner().invoke(app, [verb, "--help"]).stdout
