@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.planner.calibration import read_measured
 from paceline.planner.published import NotScored, PublishedRun, read_run
 from paceline.planner.run_tables import CellError, measured_number, read_rows, whole_number
 
@@ -62,6 +63,17 @@ def test_no_row_vanishes(tmp_path: Path) -> None:
     assert len(read_rows([first, other])) == 4
 
 
+def test_a_row_that_came_already_is_told_with_its_line(tmp_path: Path) -> None:
+    path = table(tmp_path / "runs.csv", _ROW, _ROW, _ROW | {"heads": "33"}, _ROW | {"id": "b", "step_time_s": "0"})
+    found, skipped = read_measured([str(path)], "")
+    assert [run.id for run in found] == ["a"]
+    assert {one.name: one.reason for one in skipped} == {
+        "a (runs.csv:3)": "the same row came before",
+        "a (runs.csv:4)": "33 heads do not divide a hidden size of 1024",
+        "b (runs.csv:5)": "step_time_s = '0' is not a number above 0",
+    }
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "inf", "nan", "1e30", "four", "10,5"])
 def test_no_number_of_things(text: str) -> None:
     with pytest.raises(CellError, match=r"mbs = .* is not a whole number from 1"):
@@ -84,8 +96,11 @@ def test_no_measurement(text: str) -> None:
         ({"precision": "int3"}, "precision = 'int3'"),
         ({"zero": "7"}, "zero = '7'"),
         ({"heads": "33"}, "33 heads do not divide"),
-        ({"mem_GiB": "400"}, "more than a A100 SXM 80 has"),
-        ({"step_time_s": "0.001"}, "whose peak is 312"),
+        ({"mem_GiB": "400"}, "more than the 80 GB of A100 SXM 80"),
+        ({"step_time_s": "0.001"}, "above the 312 of A100 SXM 80"),
+        ({"tflops_per_gpu": "500"}, "tflops_per_gpu = 500 is above the 312"),
+        ({"mfu_pct": "130"}, "mfu_pct = 130"),
+        ({"tokens_per_s_per_gpu": "-5"}, "tokens_per_s_per_gpu = '-5'"),
         ({"gbs": "7"}, ""),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import typer
 from rich.text import Text
@@ -13,7 +15,14 @@ from paceline.cli.plan_outputs import refuse_unwritable
 from paceline.costs.profiles import Profile, find_profile
 from paceline.errors import ConfigError
 from paceline.planner import first_choice
-from paceline.planner.calibration import calibrate, calibration_text, read_calibration, read_measured
+from paceline.planner.calibration import (
+    Calibration,
+    calibrate,
+    calibration_text,
+    range_of,
+    read_calibration,
+    read_measured,
+)
 from paceline.planner.published import NotScored, PublishedRun
 from paceline.planner.run_tables import MEASURED, REQUIRED
 from paceline.planner.scored import Errors
@@ -35,7 +44,7 @@ def show_validation(
         find_profile(framework)
     runs, skipped = read_measured(paths, framework)
     if not runs:
-        told = sorted({f"{one.id}: {one.reasons}" for one in skipped})
+        told = sorted({f"{one.name}: {one.reasons}" for one in skipped})
         more = f"; and {len(told) - 5} more" if len(told) > 5 else ""
         raise ConfigError(
             "no row can be scored",
@@ -64,7 +73,8 @@ def show_validation(
     print_table(console, _errors_table(found, left_out))
     unmeasured = sum(not run.measured for run in runs)
     if unmeasured:
-        console.print(Text(f"{unmeasured:,} rows have nothing measured: predicted (--json), compared with nothing."))
+        count = _rows(unmeasured)
+        console.print(Text(f"{count} without a measurement: predicted (--json), compared with nothing."))
     for shown in (_fits_table(found), _regret_table(found), _skipped_table(skipped), _worst_table(found, worst)):
         if shown.rows:
             console.print()
@@ -131,7 +141,7 @@ def _regret_table(found: Sequence[SourceReport]) -> Table:
                     one.title,
                     f"{len(one.cells)}",
                     f"{small} ({small / len(one.cells):.0%})",
-                    f"{units.percent(worst.regret)} ({worst.model} on {worst.gpus})",
+                    f"{units.percent(worst.regret)} ({worst.model or 'no name'} on {worst.gpus})",
                 )
             )
     return table(
@@ -142,32 +152,38 @@ def _regret_table(found: Sequence[SourceReport]) -> Table:
 
 
 def _skipped_table(skipped: Sequence[NotScored]) -> Table:
-    reasons: dict[tuple[str, str], int] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for one in skipped:
-        reasons[one.source, one.reasons] = reasons.get((one.source, one.reasons), 0) + 1
-    rows = [(source, f"{count:,}", reason) for (source, reason), count in sorted(reasons.items(), key=lambda i: -i[1])]
+        reasons.setdefault((one.source, one.reasons), []).append(one.name)
+    rows = [
+        (source, f"{len(names):,}", ", ".join(names[:2]) + (" ..." if len(names) > 2 else ""), reason)
+        for (source, reason), names in sorted(reasons.items(), key=lambda item: -len(item[1]))
+    ]
     more = f"{len(rows) - 25} more reasons." if len(rows) > 25 else ""
     return table(
-        ("source", ">rows", "why not"),
+        ("source", ">rows", "which", "why not"),
         rows[:25],
-        title=f"Not scored: {len(skipped):,} rows",
+        title=f"Not scored: {_rows(len(skipped))}",
         notes=(more,) if more else (),
     )
 
 
 def _worst_table(found: Sequence[SourceReport], count: int) -> Table:
-    scored = [(row.time_error, row) for one in found for row in one.scored if row.time_error is not None]
-    scored.sort(key=lambda pair: -abs(pair[0]))
-    rows = [
-        (
-            row.run.id,
-            units.duration(row.predicted_seconds),
-            units.duration(row.run.step_seconds or 0.0),
-            f"{error:+.1%}",
-        )
-        for error, row in scored[:count]
-    ]
-    return table(("row", ">predicted", ">measured", ">error"), rows, title="The worst", notes=())
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for row in (row for one in found for row in one.scored):
+        if (error := row.time_error) is not None:
+            seconds = row.predicted_seconds, row.run.step_seconds or 0.0
+            rows.append((error, (row.run.id, "step time", *map(units.duration, seconds), f"{error:+.1%}")))
+        if (error := row.memory_error) is not None:
+            sizes = row.predicted_bytes, row.run.memory_bytes or 0.0
+            rows.append((error, (row.run.id, "memory", *map(units.gib, sizes), f"{error:+.1%}")))
+    rows.sort(key=lambda pair: -abs(pair[0]))
+    shown = [cells for _, cells in rows[:count]]
+    return table(("row", "of", ">predicted", ">measured", ">error"), shown, title="The worst")
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
 
 
 # ---- calibrate
@@ -182,9 +198,10 @@ def show_calibration(paths: Sequence[str], *, out: str, framework: str) -> None:
     refuse_unwritable("--out", out, new=True)
     profile = find_profile(framework)
     runs, skipped = read_measured(paths, framework)
+    skipped += [_unused(run) for run in runs if run.source.profile != framework or not run.measured]
     runs = [run for run in runs if run.source.profile == framework and run.measured]
     if not runs:
-        reasons = "; ".join(sorted({f"{one.id}: {one.reason}" for one in skipped})[:5])
+        reasons = "; ".join(sorted({f"{one.name}: {one.reasons}" for one in skipped})[:5])
         raise ConfigError(
             f"nothing can be learned about {framework} from {', '.join(paths)}",
             evidence=reasons,
@@ -193,20 +210,57 @@ def show_calibration(paths: Sequence[str], *, out: str, framework: str) -> None:
     found = calibrate(runs, profile)
     Path(out).write_text(calibration_text(found, runs), encoding="utf-8")
     console = make_console()
-    print_table(console, _runs_table(runs, found.before, found.after))
+    print_table(console, _runs_table(runs, found))
     console.print()
-    rows = [(name, f"{float(getattr(profile, name)):.4g}", f"{value:.4g}") for name, value in found.numbers.items()]
-    print_table(console, table(("number", ">before", ">now"), rows, title=f"What was learned about {profile.title}"))
+    print_table(console, _numbers_table(found, profile))
+    for warning in _doubts(found):
+        console.print(Text(warning), soft_wrap=True)
+    if skipped:
+        console.print(Text(f"\nLearned from {_rows(len(runs))}, not from {_rows(len(skipped))}:"))
     for one in skipped:
-        console.print(Text(f"skipped: {one.id}: {one.reason}"), soft_wrap=True)
+        console.print(Text(f"  {one.name}: {one.reasons}"), soft_wrap=True)
     console.print(Text(f"\nwritten: {out}; use it with --calibration {out}"), soft_wrap=True)
 
 
-def _runs_table(runs: Sequence[PublishedRun], before: Sequence[float], after: Sequence[float]) -> Table:
+def _unused(run: PublishedRun) -> NotScored:
+    why = "nothing is measured" if not run.measured else f"it is a run of {run.source.profile}"
+    return NotScored(id=run.id, source=run.source.key, reason=why)
+
+
+def _numbers_table(found: Calibration, profile: Profile) -> Table:
+    rows = []
+    for name, value in found.numbers.items():
+        low, high = range_of(name)
+        among = f"{low:g} to {high:g}" if math.isfinite(high) else f"from {low:g}"
+        end = "at its end" if name in found.at_bounds else ""
+        rows.append((name, f"{float(getattr(profile, name)):.4g}", f"{value:.4g}", among, end))
+    return table(("number", ">before", ">now", "may be", ""), rows, title=f"What was learned about {profile.title}")
+
+
+_STILL_OFF = 0.1
+"""Mean error of its own runs from which on a calibration is doubted."""
+
+
+def _doubts(found: Calibration) -> Iterator[str]:
+    """Why these numbers may not be those of the cluster."""
+    if found.at_bounds:
+        yield (
+            f"At the end of what is possible: {', '.join(found.at_bounds)}. The runs say more than these numbers can: "
+            "look at their columns (gpu, recompute, tp, mbs ...) and at --framework, or measure again."
+        )
+    for what, errors in (("step time", found.after), ("memory", found.memory_after)):
+        if errors and (off := fmean(map(abs, errors))) > _STILL_OFF:
+            yield (
+                f"Still off: {what} of the runs that were learned from by {units.percent(off)} in the mean. "
+                "Predictions of others will be no better."
+            )
+
+
+def _runs_table(runs: Sequence[PublishedRun], found: Calibration) -> Table:
     timed = [run for run in runs if run.step_seconds]
     rows = [
         (run.id, units.duration(run.step_seconds or 0.0), f"{first:+.1%}", f"{then:+.1%}")
-        for run, first, then in zip(timed, before, after, strict=True)
+        for run, first, then in zip(timed, found.before, found.after, strict=True)
     ]
     note = "On the runs that were learned from: others will be further off. Keep some runs apart, and `plan validate`."
     return table(

@@ -32,7 +32,7 @@ from paceline.planner.fit_recipes import RANGES
 from paceline.planner.fitting import demands, fit_memory, fit_times, memory_units
 from paceline.planner.machines import usual_interconnect
 from paceline.planner.published import NotScored, PublishedRun, Source, read_run
-from paceline.planner.run_tables import read_rows
+from paceline.planner.run_tables import AT, read_tables
 
 _WARM_UP = 2
 """Lines of metrics that are left out: compilation, first allocations, caches."""
@@ -150,9 +150,14 @@ def read_measured(paths: Sequence[str], framework: str) -> tuple[list[PublishedR
             raise ConfigError(
                 f"there is no run folder or table {path}", next_step="Give the folder that holds metrics.jsonl."
             )
-    found += [read_run(row, framework) for row in read_rows(tables)]
+    rows, again = read_tables(tables)
+    found += [read_run(row, framework) for row in rows]
     runs = [one for one in found if isinstance(one, PublishedRun)]
     skipped = [one for one in found if isinstance(one, NotScored)]
+    skipped += [
+        NotScored(id=row["id"], source=framework or row["source"][:40], reason="the same row came before", at=row[AT])
+        for row in again
+    ]
     return runs, skipped
 
 

@@ -19,7 +19,7 @@ from paceline.costs.profiles import find_profile
 from paceline.costs.workload import INTERCONNECTS, Cluster, Precision, Recompute, Workload
 from paceline.errors import ConfigError
 from paceline.planner.release_recipes import with_release
-from paceline.planner.run_tables import COLUMNS, REQUIRED, CellError, measured_number, whole_number
+from paceline.planner.run_tables import AT, COLUMNS, MEASURED, REQUIRED, CellError, measured_number, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +152,13 @@ class NotScored:
     """What was found first."""
     also: str = ""
     """What else the row lacks or has wrong."""
+    at: str = ""
+    """File and line, where it is of a table."""
+
+    @property
+    def name(self) -> str:
+        """The id, and where it stands."""
+        return self.id if not self.at or self.at in self.id else f"{self.id} ({self.at})"
 
     @property
     def reasons(self) -> str:
@@ -194,17 +201,18 @@ def read_run(row: dict[str, str], framework: str = "") -> PublishedRun | NotScor
     Args:
         framework: name of a profile, for all rows, whatever their source says.
     """
+    at = row.get(AT, "")
     row = dict.fromkeys(COLUMNS, "") | {name: text or "" for name, text in row.items() if name}
     key = row["source"][:40]
     try:
         source = _of_framework(framework, row) if framework else source_of(row)
         if source is None:
-            return NotScored(id=row["id"], source=key, reason="a source without a profile")
+            return NotScored(id=row["id"], source=key, reason="a source without a profile", at=at)
         key = source.key
         return _read(with_release(row) if key == "bridge" else row, source)
     except (CellError, ConfigError, ValidationError, ValueError, ArithmeticError) as error:
         reason = _plain(error)
-        return NotScored(id=row["id"], source=key, reason=reason, also=_also(row, reason))
+        return NotScored(id=row["id"], source=key, reason=reason, also=_also(row, reason), at=at)
 
 
 def _plain(error: Exception) -> str:
@@ -352,6 +360,9 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
     )
     kernels: dict[str, Any] = {field: True for words, field in KERNELS.items() if words in row["notes"]}
     work = replace(work, **kernels)
+    for name in MEASURED:  # a row with one cell that cannot be is not to be trusted in the others
+        if name != "mfu_pct" or row[name].strip().strip("0."):  # of slow runs it is rounded to 0.0
+            measured_number(row, name)
     dp = whole_number(row, "dp", work.dp(cluster.gpus))
     if dp * work.model_ranks != cluster.gpus:
         raise CellError(f"tp x pp x cp x dp = {dp * work.model_ranks}, on {cluster.gpus} GPUs")
@@ -360,6 +371,7 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
     measured = _step_seconds(row, source, work, cluster)
     memory = measured_number(row, "mem_GiB")
     _refuse_impossible(work, cluster, measured, memory)
+    _refuse_above_peak(row, work, cluster)
     crashed = "CRASHED" in row["notes"] or "OOM" in row["notes"]
     return PublishedRun(
         id=row["id"],
@@ -379,15 +391,31 @@ def _refuse_impossible(work: Workload, cluster: Cluster, seconds: float | None, 
     """No run is faster than its card's datasheet, or larger than the card."""
     gpu = cluster.gpu
     if memory_gib is not None and memory_gib > 1.1 * gpu.memory_gb:
-        raise CellError(f"mem_GiB = {memory_gib:g} is more than a {gpu.name} has ({gpu.memory_gb:g} GB)")
-    known = (gpu.bf16, gpu.fp16) if work.precision in ("bf16", "fp16", "fp32") else (gpu.fp8, gpu.fp4)
-    peak = max((rate for rate in known if rate), default=0.0)
+        raise CellError(f"mem_GiB = {memory_gib:g} is more than the {gpu.memory_gb:g} GB of {gpu.name}")
+    peak = _peak(work, cluster)
     if seconds is None or not peak:
         return
     flops = training_flops_per_token(work.model, work.seq_len, "causal") * (2 / 3 if work.frozen_weights else 1)
     reached = flops * work.tokens / cluster.gpus / seconds / 1e12
     if reached > peak:
-        raise CellError(f"{seconds:.4g} s a step are {reached:,.0f} TFLOP/s of a {gpu.name}, whose peak is {peak:,.0f}")
+        raise CellError(f"{seconds:.4g} s a step are {reached:,.0f} TFLOP/s, above the {peak:,.0f} of {gpu.name}")
+
+
+def _peak(work: Workload, cluster: Cluster) -> float:
+    """TFLOP/s of the fastest products of that precision; 0 where the table has none."""
+    gpu = cluster.gpu
+    known = (gpu.bf16, gpu.fp16) if work.precision in ("bf16", "fp16", "fp32") else (gpu.fp8, gpu.fp4)
+    return max((rate for rate in known if rate), default=0.0)
+
+
+def _refuse_above_peak(row: dict[str, str], work: Workload, cluster: Cluster) -> None:
+    """Whatever is counted, a column of speed does not exceed the card's datasheet."""
+    reached, peak = measured_number(row, "tflops_per_gpu") or 0.0, _peak(work, cluster)
+    if peak and reached > peak:
+        raise CellError(f"tflops_per_gpu = {reached:g} is above the {peak:,.0f} of {cluster.gpu.name}")
+    share = row["mfu_pct"].strip()
+    if share.strip("0.") and (measured_number(row, "mfu_pct") or 0.0) > 100:
+        raise CellError(f"mfu_pct = {share} is more than the peak")
 
 
 KERNELS = {

@@ -24,6 +24,8 @@ COLUMNS = (
     "step_time_s", "mem_GiB", "notes", "evidence",
 )  # fmt: skip
 """Of a table of runs; those that a table lacks are taken as empty."""
+AT = "at"
+"""Key of a row that was read from a file: its file and line, "runs.csv:7"."""
 _SEPARATORS = ",;\t"
 
 
@@ -40,18 +42,29 @@ def read_rows(paths: Iterable[Path | str]) -> list[dict[str, str]]:
     Raises:
         ConfigError: a file is no table of runs.
     """
+    return read_tables(paths)[0]
+
+
+def read_tables(paths: Iterable[Path | str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """(the rows, those that came already); each says in `AT` where it stands."""
     rows: dict[str, dict[str, str]] = {}
+    again = []
     for path in paths:
         for number, row in _table(Path(path)):
             at = f"{Path(path).name}:{number}"
             row["id"] = row["id"].strip() or at
-            if rows.get(row["id"]) == row:
+            if _same(rows.get(row["id"]), row):
+                again.append(row | {AT: at})
                 continue
             for name in (row["id"], f"{row['id']} ({at})", f"{row['id']} ({path}:{number})"):
                 if name not in rows:
-                    rows[name] = row | {"id": name}
+                    rows[name] = row | {"id": name, AT: at}
                     break
-    return list(rows.values())
+    return list(rows.values()), again
+
+
+def _same(kept: dict[str, str] | None, row: dict[str, str]) -> bool:
+    return kept is not None and all(kept[name] == row[name] for name in COLUMNS)
 
 
 def _table(path: Path) -> list[tuple[int, dict[str, str]]]:
