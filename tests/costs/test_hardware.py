@@ -23,6 +23,9 @@ from paceline.errors import ConfigError
         ("NVIDIA L40S", "L40S", 362, 733),
         ("NVIDIA L4", "L4", 121, 242.5),
         ("NVIDIA A10", "A10", 125, None),
+        ("NVIDIA A10G", "A10G", 70, None),
+        ("NVIDIA L40", "L40", 181, 362),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 364, 728),
         ("NVIDIA RTX A5000", "RTX A5000", 111.1, None),
         ("NVIDIA GeForce RTX 3090", "RTX 3090", 71, None),
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 165.2, 330),
@@ -49,8 +52,8 @@ def test_names_as_devices_report_them(reported: str, product: str, bf16: float, 
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA RTX A5000 Laptop GPU",
-        "NVIDIA A10G",
-        "NVIDIA L40",
+        "NVIDIA A10M",
+        "NVIDIA L40G",
         "Quadro RTX 6000",
     ],
 )
@@ -79,7 +82,7 @@ def test_more_than_all_is_an_error() -> None:
 
 
 def test_every_row_is_complete() -> None:
-    assert len(set(hardware_names())) == len(hardware_names()) == 27
+    assert len(set(hardware_names())) == len(hardware_names()) == 31
     for name in hardware_names():
         entry = find_hardware(name)
         assert entry is not None and entry.source and entry.patterns and entry.memory_gb > 0

@@ -26,6 +26,12 @@ from paceline.planner.machines import DESCRIPTION, find_gpu, make_cluster
         ("l40s", "L40S"),
         ("3090", "RTX 3090"),
         ("a10", "A10"),
+        ("a10g", "A10G"),
+        ("t4", "T4"),
+        ("rtx 6000 ada", "RTX 6000 Ada"),
+        ("6000 ada", "RTX 6000 Ada"),
+        ("l40", "L40"),
+        ("Tesla T4", "T4"),
         ("l4", "L4"),
         ("a5000", "RTX A5000"),
         ("mi300x", "MI300X"),
@@ -50,7 +56,7 @@ def test_an_unknown_gpu_is_told_with_how_to_describe_one(text: str) -> None:
         ("80", "A100 SXM 80 or A100 PCIe 80"),
         ("SXM", "H100 SXM"),
         ("RTX", "RTX 4090 or RTX 5090"),
-        ("A100", "A100 SXM 40 or A100 SXM 80"),
+        ("A100", "A100 SXM 40 or A100 SXM 80 or A100 PCIe 80"),
         ("GH200", "GH200 96 or GH200 141"),
     ],
 )
@@ -80,6 +86,7 @@ def test_a_gpu_is_described_in_ten_lines(tmp_path: Path) -> None:
         ("name = 'x'\nbf16 = 3", "missing: memory_gb, memory_tb_per_s"),
         (DESCRIPTION + "tflops = 3", "unknown: tflops"),
         (DESCRIPTION.replace("bf16 = 400", "bf16 = -1"), "no positive number: bf16"),
+        (DESCRIPTION.replace("memory_share = 0.985", "memory_share = 1.5"), "a share above 1: memory_share = 1.5"),
         ("name =", "not valid TOML"),
     ],
 )
@@ -99,7 +106,10 @@ def test_the_network_is_assumed_aloud() -> None:
     assert "assumed" not in said
     cluster, said = make_cluster(find_gpu("4090"), 4)
     assert cluster.nodes == 1
-    assert "PCIe" in said
+    assert "PCIe, 31 GB/s" in said and "assumed" in said and "no peer-to-peer" in said
+    assert "no peer-to-peer" not in make_cluster(find_gpu("l40s"), 4)[1]
+    assert make_cluster(find_gpu("4090"), 1)[1] == "one GPU; nothing is sent"
+    assert make_cluster(find_gpu("h100"), 64, interconnect="1.25")[1].endswith("; 1.25 GB/s a GPU: as given")
 
 
 def test_wrong_networks_and_nodes_are_told() -> None:

@@ -165,6 +165,17 @@ _TABLE = (
         memory_share=0.925, patterns=(r"NVIDIA L40S",), multiprocessors=142, source=f"{_STAS}; {_AIC}",
     ),
     Hardware(
+        name="L40", bf16=181, fp8=362, memory_gb=48, memory_tb_per_s=0.864, nvlink_gb_per_s=None, pcie_gb_per_s=31,
+        fp32=90.5, tf32=90.5, memory_share=0.925, patterns=(r"NVIDIA L40",), multiprocessors=142,
+        source=f"NVIDIA's data sheet of the L40, half of its sparse figures; {_MEMORY}",
+    ),
+    Hardware(
+        name="RTX 6000 Ada", bf16=364, fp8=728, memory_gb=48, memory_tb_per_s=0.96, nvlink_gb_per_s=None,
+        pcie_gb_per_s=31, fp32=91.1, patterns=(r"NVIDIA RTX 6000 Ada Generation",), multiprocessors=142,
+        source=f"NVIDIA's data sheet of the RTX 6000 Ada Generation: fp8 half of its 1,457 sparse, bf16 half of that; "
+        f"{_MEMORY}",
+    ),
+    Hardware(
         name="L4", bf16=121, fp8=242.5, memory_gb=24, memory_tb_per_s=0.30, nvlink_gb_per_s=None, pcie_gb_per_s=31,
         fp32=30.3, tf32=60, memory_share=0.925, patterns=(r"NVIDIA L4",), multiprocessors=58,
         source=f"NVIDIA's data sheet, half of its sparse figures; at 72 W; {_MEMORY}",
@@ -173,6 +184,16 @@ _TABLE = (
         name="A10", bf16=125, fp8=None, memory_gb=24, memory_tb_per_s=0.60, nvlink_gb_per_s=None, pcie_gb_per_s=31,
         fp32=31.2, tf32=62.5, memory_share=0.925, patterns=(r"(NVIDIA )?A10",), multiprocessors=72,
         source=f"NVIDIA's data sheet; at 150 W; {_MEMORY}",
+    ),
+    Hardware(
+        name="A10G", bf16=70, fp8=None, memory_gb=24, memory_tb_per_s=0.60, nvlink_gb_per_s=None, pcie_gb_per_s=31,
+        fp32=35, tf32=35, memory_share=0.925, patterns=(r"(NVIDIA )?A10G",), multiprocessors=80,
+        source=f"NVIDIA's data sheet of the A10G (AWS G5), dense figures; {_MEMORY}",
+    ),
+    Hardware(
+        name="T4", bf16=None, fp16=65, fp8=None, memory_gb=16, memory_tb_per_s=0.32, nvlink_gb_per_s=None,
+        pcie_gb_per_s=16, fp32=8.1, memory_share=0.92, patterns=(r"(Tesla|NVIDIA) T4",), multiprocessors=40,
+        source=f"NVIDIA's data sheet of the T4, peaks at boost; 70 W hold less; {_MEMORY}",
     ),
     Hardware(
         name="RTX A5000", bf16=111.1, fp8=None, memory_gb=24, memory_tb_per_s=0.768, nvlink_gb_per_s=None,

@@ -54,7 +54,7 @@ def find_gpu(text: str) -> Hardware:
         assert found is not None
         return found
     if meant:
-        candidates = best if any(asked & _models(name) for name in best) else meant
+        candidates = [name for name in meant if asked & _models(name)] or meant
         raise ConfigError(
             f"--gpu {text} does not say which GPU of the table of hardware is meant",
             evidence=f"It may be {' or '.join(candidates)}.",
@@ -114,11 +114,13 @@ def read_gpu(path: Path) -> Hardware:
         for name, value in values.items()
         if name not in unknown and name not in ("name", "source") and (not isinstance(value, int | float) or value <= 0)
     ]
-    if unknown or missing or wrong:
+    shares = [name for name, value in values.items() if name.endswith("_share") and name not in wrong and value > 1]
+    if unknown or missing or wrong or shares:
         faults = [
             *([f"unknown: {', '.join(unknown)}"] if unknown else []),
             *([f"missing: {', '.join(missing)}"] if missing else []),
             *([f"no positive number: {', '.join(wrong)}"] if wrong else []),
+            *([f"a share above 1: {', '.join(f'{name} = {values[name]:g}' for name in shares)}"] if shares else []),
         ]
         raise ConfigError(f"{path} does not describe a GPU: {'; '.join(faults)}", next_step=_how())
     return Hardware(**(_OPTIONAL | values), patterns=())
@@ -157,10 +159,18 @@ def make_cluster(gpu: Hardware, gpus: int, *, gpus_per_node: int = 0, interconne
     )
     if gpus <= per_node:
         link = gpu.nvlink_gb_per_s
-        inside = f"NVLink, {link:.0f} GB/s" if link else f"PCIe, {gpu.pcie_gb_per_s or 0:.0f} GB/s"
-        return cluster, f"one node; {inside} a GPU and direction"
+        inside = f"NVLink, {link:.0f} GB/s a GPU and direction" if link else _pcie(gpu)
+        return cluster, f"one node; {inside}" if gpus > 1 else "one GPU; nothing is sent"
     assumed = "" if interconnect else "; assumed (--interconnect)"
-    return cluster, f"nodes of {per_node}; {name}, {rate:g} GB/s a GPU: {what.partition(' (')[0]}{assumed}"
+    shown = f"{name}, " * (name in INTERCONNECTS)
+    return cluster, f"nodes of {per_node}; {shown}{rate:g} GB/s a GPU: {what.partition(' (')[0]}{assumed}"
+
+
+def _pcie(gpu: Hardware) -> str:
+    """What is assumed of links that the board decides: a full slot, and how cards reach each other."""
+    rate = f"PCIe, {gpu.pcie_gb_per_s or 16.0:.0f} GB/s a GPU and direction, assumed"
+    consumer = any("GeForce" in pattern for pattern in gpu.patterns)
+    return rate + ("; GeForce cards have no peer-to-peer, all goes through host memory" if consumer else "")
 
 
 def usual_interconnect(gpu: Hardware) -> str:
