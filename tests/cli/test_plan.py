@@ -284,6 +284,12 @@ def test_memory_is_explained_of_which_layout_and_nothing_is_written(tmp_path: Pa
     recipe += ("--set", "optim.fused_update=false")
     shown = plan(*recipe).stdout
     assert "the recipe's own layout" in shown and "--write best.toml" in shown
+    pasted = next(line.split()[2:] for line in shown.splitlines() if "--write best.toml" in line)
+    assert {"--gpu", "H100-80", "--set", "optim.fused_update=false"} <= set(pasted)
+    written = str(tmp_path / "pasted.toml")
+    assert plan(*[written if word == "best.toml" else word for word in pasted], "--top", "1").returncode == 0
+    again = next(line.split()[3:] for line in shown.splitlines() if "plan best.toml" in line)
+    assert plan(written, *again).returncode == 0
     assert "framework" not in shown and "tight (9" in shown
     refused = plan(*recipe, "--write", str(tmp_path / "best.toml"))
     assert refused.returncode == 2 and "--explain-memory writes nothing" in refused.stderr
@@ -328,3 +334,22 @@ def test_fp8_is_refused_for_cards_without_it() -> None:
 @pytest.mark.parametrize("verb", ["megatron", "simulate"])
 def test_help_names_sections_of_a_recipe(verb: str) -> None:
     assert "[cluster]" in CliRunner().invoke(app, [verb, "--help"]).stdout
+
+
+def test_a_model_in_a_file_gets_the_batch_of_a_preset(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    sizes = "[model]\nnum_layers = 8\nhidden_size = 1024\nnum_heads = 8\nffn_size = 4096\nvocab_size = 32000\n"
+    file.write_text(sizes + "max_seq_len = 2048\n")
+    shown = plan(str(file), "--gpus", "1", "--gpu", "l4", "--top", "1").stdout
+    assert "128 sequences of 2048" in shown and "it says the model only" in shown
+    assert "tokens/s on 1 GPU\n" in shown and "one GPU" in shown
+    assert (
+        "64 sequences of 2048"
+        in plan(str(file), "--gpus", "1", "--gpu", "l4", "--top", "1", "--set", "train.global_batch_size=64").stdout
+    )
+    file.write_text(sizes + "max_seq_len = 2048\n[train]\nseq_len = 512\n")  # a recipe: as it would be trained
+    assert "8 sequences of 512" in plan(str(file), "--gpus", "1", "--gpu", "l4", "--top", "1").stdout
+
+
+def test_a_card_without_bf16_is_said() -> None:
+    assert "T4 has no bf16" in plan("llama3_1b", "--gpus", "4", "--gpu", "T4", "--top", "1").stdout

@@ -107,7 +107,9 @@ def _own(request: Request, best: Candidate) -> list[str]:
     try:
         own = estimate_config(request.config, request.cluster, request.profile)
     except ConfigError as problem:
-        return [f"The recipe's own layout cannot run on {request.cluster.gpus} GPUs: {problem.subject}."]
+        return [
+            f"The recipe's own layout cannot run on {units.number(request.cluster.gpus, 'GPU')}: {problem.subject}."
+        ]
     text = layout_text(own.config, than=best.config)
     if not text:
         return ["This is the recipe's own layout."]
@@ -248,7 +250,11 @@ def _run_table(best: Candidate, config: RunConfig, wanted: Wanted) -> Table:
     hours = seconds * best.gpus / 3600
     rows = [
         ("tokens of the run", units.count(tokens), "--tokens" if wanted.tokens else f"{train.steps:,} steps"),
-        ("time", units.duration(seconds), f"{units.count(best.tokens_per_second)} tokens/s on {best.gpus} GPUs"),
+        (
+            "time",
+            units.duration(seconds),
+            f"{units.count(best.tokens_per_second)} tokens/s on {units.number(best.gpus, 'GPU')}",
+        ),
         ("GPU-hours", f"{hours:,.1f}" if hours < 100 else f"{hours:,.0f}", "without restarts and evaluation"),
     ]
     if wanted.price:
@@ -339,16 +345,15 @@ def explain_memory_of(request: Request, *, as_json: bool) -> None:
     )
     if found.host_bytes:
         console.print(Text(f"Offloaded: {units.size(found.host_bytes)} of host memory a rank, pinned."))
-    command = f"paceline plan {request.name} --gpus {cluster.gpus}"
+    command = request.command
     if not found.estimate.fits:
         console.print(Text(f"  → {command} lists layouts that do."), soft_wrap=True)
     if request.is_preset:
         told = "A preset has no layout of its own: this is the best one."
     else:
-        again = "" if _table_name(cluster) else " with the same --gpu"  # what the file says of the machines
         told = (
-            f"This is the recipe's own layout. Of the best one: {command} --write best.toml, then "
-            f"paceline plan best.toml --explain-memory{again}."
+            f"This is the recipe's own layout. Of the best one:\n  {command} --write best.toml\n"
+            f"  paceline plan best.toml {request.machines} --explain-memory"
         )
     console.print(Text(told), soft_wrap=True)
 

@@ -167,7 +167,7 @@ def _read_table(run: MegatronRun, cluster: Cluster, network: str, assumed: str) 
         (
             "batch",
             f"{whole or '?'} sequences of {layout.seq_len}",
-            f"{run.micro_batches} micro-batches of {layout.micro_batch_size}" if whole and even else "",
+            f"{units.number(run.micro_batches, 'micro-batch')} of {layout.micro_batch_size}" if whole and even else "",
         ),
         ("precision", layout.precision, f"recomputation {layout.recompute}"),
         (

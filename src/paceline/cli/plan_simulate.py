@@ -57,7 +57,7 @@ def show_simulation(
         if not ranked.fitting:
             raise ConfigError(
                 f"{request.name} fits {cluster.name} in no layout",
-                next_step=f"paceline plan {request.name} --gpus {cluster.gpus} says what would help.",
+                next_step=f"{request.command} says what would help.",
             )
         found = ranked.fitting[0]
     else:
@@ -100,7 +100,7 @@ def _step_table(request: Request, found: Candidate, plain: Timeline, shown: Time
     rows = [
         ("machines", request.cluster.name, ""),
         ("network", *request.network.split("; ", 1)),
-        ("layout", layout_text(found.config), f"{estimate.micro_batches} micro-batches"),
+        ("layout", layout_text(found.config), units.number(estimate.micro_batches, "micro-batch")),
         ("step", units.duration(plain.seconds), f"{units.count(found.tokens_per_second)} tokens/s, predicted"),
         ("idle", units.percent(1 - sum(plain.busy) / len(plain.busy) / plain.seconds), "of a rank's time, on average"),
     ]
@@ -108,7 +108,7 @@ def _step_table(request: Request, found: Candidate, plain: Timeline, shown: Time
         loss = shown.seconds / plain.seconds - 1
         rows.append(("with slow parts", units.duration(shown.seconds), f"{loss:+.1%}; all ranks wait"))
         rows += [("", "", sentence) for sentence in told]
-    return table(("simulated", "", ""), rows)
+    return table(("simulated", "", ""), rows, notes=request.notes)
 
 
 def _ranks_table(shown: Timeline) -> Table:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config.asked import Asked
-from paceline.config.load import Recipe, load_recipe, resolve
+from paceline.config.load import Recipe, load_recipe, read_tables, resolve
 from paceline.config.nearest import nearest_sentence
 from paceline.config.presets import preset_names
 from paceline.config.refusals import others, refusals
@@ -23,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.planner.calibration import calibration_note, read_calibration
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.space import DEGREES, VARIANTS, Only
+from paceline.report.units import number
 
 _AXES = {
     **{name: name for name in (*DEGREES, *VARIANTS)},
@@ -42,10 +44,19 @@ class Request:
     """The file or the preset, as it was given."""
     is_preset: bool
     cluster: Cluster
+    machines: str
+    """The options that say which machines, as a shell takes them."""
     network: str
     """What was taken for the network, as a sentence."""
     profile: Profile = PACELINE
     notes: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """`paceline plan` with the same recipe, changes and machines."""
+        sets = "".join(f" --set {shlex.quote(text)}" for text in self.overrides)
+        return f"paceline plan {shlex.quote(self.name)} {self.machines}{sets}"
 
     @property
     def config(self) -> RunConfig:
@@ -90,10 +101,29 @@ def make_request(
         name=name,
         is_preset=is_preset,
         cluster=cluster,
+        machines=_machines(cluster.gpus, gpu, nodes_of, interconnect, calibration),
         network=network,
         profile=calibrated("paceline", measured),
-        notes=(*notes, *([calibration_note(measured, "paceline")] if measured else [])),
+        overrides=tuple(overrides),
+        notes=(
+            *notes,
+            *([calibration_note(measured, "paceline")] if measured else []),
+            *(
+                [_EMULATED.format(cluster.gpu.name)]
+                if cluster.gpu.bf16 is None and config.train.precision == "bf16"
+                else []
+            ),
+        ),
     )
+
+
+_EMULATED = "{} has no bf16: torch emulates it, and a step takes longer than is predicted here."
+
+
+def _machines(gpus: int, gpu: str, nodes_of: int, interconnect: str, calibration: str) -> str:
+    given = {"gpu": gpu, "nodes-of": nodes_of, "interconnect": interconnect, "calibration": calibration}
+    words = [f"--{name} {shlex.quote(str(value))}" for name, value in given.items() if value]
+    return " ".join((f"--gpus {gpus}", *words))
 
 
 def _refuse_without_fp8(config: RunConfig, gpu: Hardware) -> None:
@@ -136,7 +166,11 @@ def find_cluster(
 def load(name: str, overrides: Sequence[str], gpus: int | None) -> tuple[Recipe, bool, tuple[str, ...]]:
     """(the recipe, whether it is a preset alone, what was assumed)."""
     if name.endswith(".toml") or Path(name).is_file():
-        return load_recipe(name, overrides), False, ()
+        tables = read_tables(Path(name))
+        if "model" in tables and not {"train", "data"} & tables.keys():  # a model, not a recipe of a run
+            recipe, note = _with_batch(tables, Path(name).name, "it", overrides, gpus)
+            return recipe, False, note
+        return resolve(tables, overrides), False, ()
     if name not in preset_names():
         near = difflib.get_close_matches(name, preset_names(), n=3, cutoff=0.4)
         raise ConfigError(
@@ -147,16 +181,23 @@ def load(name: str, overrides: Sequence[str], gpus: int | None) -> tuple[Recipe,
             "    ffn_size = 14336\n    vocab_size = 128256\n    max_seq_len = 8192\n"
             "    [train]\n    seq_len = 8192\n    global_batch_size = 128",
         )
-    longest = resolve({"model": {"preset": name}}).config.model.max_seq_len
-    seq_len = min(4096, longest)
+    recipe, note = _with_batch({"model": {"preset": name}}, name, "a preset", overrides, gpus)
+    return recipe, True, note
+
+
+def _with_batch(
+    tables: dict[str, Any], name: str, what: str, overrides: Sequence[str], gpus: int | None
+) -> tuple[Recipe, tuple[str, ...]]:
+    """(a model as a recipe with a length and a batch to plan for, what was assumed)."""
+    seq_len = min(4096, resolve(tables).config.model.max_seq_len)
     odd = (gpus or 1) // ((gpus or 1) & -(gpus or 1))  # which must be in the batch, for data parallelism over all
     batch = odd * 2 ** math.ceil(math.log2(max(128, 2 * (gpus or 1)) / odd))
     given = {override.partition("=")[0].strip() for override in overrides}
     train: dict[str, Any] = {"seq_len": seq_len, "global_batch_size": batch, "steps": 1000}
-    recipe = resolve({"model": {"preset": name}, "train": train}, overrides)
+    recipe = resolve(tables | {"train": train}, overrides)
     assumed = [f"{key} = {value}" for key, value in train.items() if f"train.{key}" not in given]
-    note = f"{name} with train.{', train.'.join(assumed)} (a preset says the model only; --set changes them)."
-    return recipe, True, (note,) if assumed else ()
+    note = f"{name} with train.{', train.'.join(assumed)} ({what} says the model only; --set changes them)."
+    return recipe, (note,) if assumed else ()
 
 
 def parse_only(texts: Sequence[str]) -> Only:
@@ -202,9 +243,9 @@ def refuse_held(config: RunConfig, only: Only, cluster: Cluster) -> None:
         raise ConfigError(problem.subject, evidence=problem.evidence, next_step=step)
     raise ConfigError(
         f"no layout with {', '.join(f'{axis} = {value}' for axis, value in only.items())} is legal on "
-        f"{cluster.gpus} GPUs"
+        f"{number(cluster.gpus, 'GPU')}"
         if only
-        else f"no layout divides the batch on {cluster.gpus} GPUs",
+        else f"no layout divides the batch on {number(cluster.gpus, 'GPU')}",
         next_step=nearest_sentence(asked),
     )
 

@@ -17,6 +17,12 @@ def count(value: float) -> str:
     return f"{value:g}" if value == int(value) else _three_digits(value)
 
 
+def number(value: int, what: str) -> str:
+    """``1 GPU``, ``2 GPUs``, ``8 micro-batches``."""
+    ending = "" if value == 1 else "es" if what.endswith(("ch", "s", "x")) else "s"
+    return f"{value:,} {what}{ending}"
+
+
 def size(num_bytes: float) -> str:
     """Memory and files in binary units: ``13.50 GiB``, ``512 B``."""
     for unit_bytes, unit in _BINARY:
