@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +149,11 @@ def test_the_page_is_whole(tmp_path: Path) -> None:
     text = target.read_text()
     assert text.count("<svg") == 3
     assert_readable(text)
+    assert f"written: {target}" in done.stdout
+    bars = text.partition("Where a step goes")[2].partition("</svg>")[0]
+    names = re.findall(r'text-anchor="end">([^<]*)<', bars)
+    assert len(names) == len({name.partition(". ")[2] for name in names}) == 10 and "…" not in bars
+    assert not re.search(r"e\+\d\d", bars) and re.search(r">\d+\.\d+ s<", bars)
 
 
 def test_a_page_without_layouts_is_refused(tmp_path: Path) -> None:

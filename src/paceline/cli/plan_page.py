@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.planner.rank import Candidate, Ranking
 from paceline.planner.reasons import PART_NAMES, Reasons, layout_text
-from paceline.report import chart
+from paceline.report import chart, units
 from paceline.report.html import page, section, sentences, table_html
 from paceline.report.table import Table
 
@@ -31,7 +31,10 @@ def plan_page(
             table_html(question),
             *([section("Does it fit?", sentences(why.answer))] if why.answer else []),
             section("Layouts", table_html(layouts)),
-            section("Where a step goes", chart.stacked_bars(names, _milliseconds(shown), unit="ms", title="Step time")),
+            section(
+                "Where a step goes",
+                chart.stacked_bars(names, _parts(shown), unit="s", title="Step time", written=units.duration),
+            ),
             section(
                 "Memory of the first, by position in the pipeline",
                 chart.stacked_bars(
@@ -51,10 +54,9 @@ def plan_page(
     )
 
 
-def _milliseconds(shown: Sequence[Candidate]) -> list[Mapping[str, float]]:
-    return [
-        {PART_NAMES.get(name, name): 1e3 * value for name, value in found.estimate.parts.items()} for found in shown
-    ]
+def _parts(shown: Sequence[Candidate]) -> list[Mapping[str, float]]:
+    """Seconds."""
+    return [{PART_NAMES.get(name, name): value for name, value in found.estimate.parts.items()} for found in shown]
 
 
 def _front(ranking: Ranking, room: float) -> str:

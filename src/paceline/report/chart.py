@@ -6,7 +6,7 @@ Colours are CSS variables, `--c0` to `--c11`, `--ink`, `--dim`, `--line`, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -43,16 +43,25 @@ class Point:
 
 
 def stacked_bars(
-    names: Sequence[str], values: Sequence[Mapping[str, float]], *, unit: str, limit: float | None = None, title: str
+    names: Sequence[str],
+    values: Sequence[Mapping[str, float]],
+    *,
+    unit: str,
+    limit: float | None = None,
+    title: str,
+    written: Callable[[float], str] | None = None,
 ) -> str:
     """Horizontal bars, one a name, of parts that add up.
 
     Args:
         limit: a line across all bars, in the same unit.
+        written: how a value is written, with its unit; four digits and ``unit`` without.
     """
+    say = written or (lambda value: f"{value:.4g} {unit}")
     parts = [part for part in dict.fromkeys(name for row in values for name in row) if any(r.get(part) for r in values)]
     longest = max([sum(row.values()) for row in values] + ([limit] if limit else []) + [1e-12])
-    row_height, left, width = 24, 250, 560
+    row_height, width = 24, 560
+    left = max(250, min(_WIDEST, 14 + round(_LETTER * max(map(len, names), default=0))))
     height = row_height * len(names) + (34 if limit else 12)
     scale = width / (longest * 1.02)
     pieces: list[str] = []
@@ -63,7 +72,7 @@ def stacked_bars(
             length = row.get(part, 0.0) * scale
             if length <= 0:
                 continue
-            tip = f"{name}: {part} {row[part]:.4g} {unit}"
+            tip = f"{name}: {part} {say(row[part])}"
             pieces.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="{row_height - 6}" '
                 f'fill="var(--c{parts.index(part) % 12})"><title>{escape(tip)}</title></rect>'
@@ -74,7 +83,7 @@ def stacked_bars(
             _text(
                 (left + limit * scale if crossed and limit else x) + 5,
                 y + 13,
-                f"{sum(row.values()):.4g} {unit}",
+                say(sum(row.values())),
                 dim=True,
             )
         )
@@ -84,7 +93,7 @@ def stacked_bars(
         pieces.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom}" stroke="var(--ink)" stroke-dasharray="4 3"/>'
         )
-        pieces.append(_text(x, bottom + 12, f"{limit:.4g} {unit}", anchor="middle", dim=True))
+        pieces.append(_text(x, bottom + 12, say(limit), anchor="middle", dim=True))
     return picture(left + width + 90, height, title, pieces) + legend(parts)
 
 
@@ -206,8 +215,15 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", dim: bool = F
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
 
 
+_LETTER = 6.2
+"""Pixels, in the mean."""
+_WIDEST = 700
+"""Pixels of names beside bars."""
+
+
 def _short(text: str) -> str:
-    return text if len(text) <= 36 else f"{text[:35]}…"
+    longest = int((_WIDEST - 14) / _LETTER)
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def _thousands(value: float) -> str:
