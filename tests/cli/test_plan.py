@@ -192,6 +192,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("7",),
     ),
     "tokens": ((*LLAMA, "--tokens", "many"), ("--tokens 1T",)),
+    "verb": (("fitt", "--model", "llama3_8b"), ("neither a verb", "paceline plan fit?")),
     "megatron file": (("megatron", "no_such.sh"), ("no launch script",)),
     "megatron flags": (("megatron", "--micro-batch-size 1"), ("--num-layers is not given",)),
     "slow rank": (("simulate", *LLAMA, "--slow-rank", "64:2"), ("ranks 0 to 63",)),
@@ -204,6 +205,7 @@ def test_wrong_questions_get_clear_answers(name: str) -> None:
     arguments, words = WRONG[name]
     done = plan(*arguments)
     assert done.returncode == 2, done.stdout + done.stderr
+    assert not done.stdout, "told before any work"
     for word in words:
         assert word in done.stderr, done.stderr
 

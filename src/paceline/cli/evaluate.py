@@ -58,7 +58,7 @@ def evaluate(
     tp: Annotated[int, typer.Option("--tp", min=0, help="Cards that share the model; 0 = as few as it fits on.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """How well a model predicts a text, or solves tasks: `paceline eval runs/demo data/mine-valid`.
+    r"""How well a model predicts a text, or solves tasks: `paceline eval runs/demo data/mine-valid`.
 
     Loss in nats a token, perplexity, and bits per byte where the length of the
     text is known. The text is read as one stream in windows of --seq-len; every
@@ -69,7 +69,7 @@ def evaluate(
       paceline eval Qwen3-0.6B book.txt --seq-len 4096 --json
 
     With --tasks: lm-evaluation-harness asks the model (in the clone,
-    pip install -c constraints.txt -e '.[eval]'), through its own interface.
+    pip install -c constraints.txt -e '.\[eval]'), through its own interface.
 
       paceline eval Qwen3-0.6B --tasks hellaswag,arc_easy --num-fewshot 5
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +19,24 @@ class _Verbs(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            self._refuse_mistyped(args[0])
             args = [self.default_verb, *args]
         return super().parse_args(ctx, args)
+
+    def _refuse_mistyped(self, word: str) -> None:
+        """`fitt` is nearer to a verb than to any recipe."""
+        near = difflib.get_close_matches(word, self.commands, n=1, cutoff=0.75)
+        if not near or Path(word).exists():
+            return
+        from paceline.config.presets import preset_names
+        from paceline.errors import ConfigError
+
+        if word not in preset_names():
+            raise ConfigError(
+                f"{word!r} is neither a verb of `paceline plan` nor a recipe or preset",
+                evidence=f"Verbs are {', '.join(self.commands)}.",
+                next_step=f"Did you mean paceline plan {near[0]}?",
+            )
 
 
 app = typer.Typer(cls=_Verbs, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -262,7 +280,7 @@ def validate(
         str, typer.Option("--framework", help="Whose runs, where ids do not tell: paceline, megatron, torchtitan ...")
     ] = "",
     left_out: Annotated[
-        bool, typer.Option("--left-out", help="Predict each row by a profile fitted without its model (minutes).")
+        bool, typer.Option("--left-out", help="Predict each row by a profile fitted without its model (seconds).")
     ] = False,
     worst: Annotated[int, typer.Option("--worst", min=0, help="How many of the worst rows to list.")] = 5,
     as_json: Json = False,

@@ -54,6 +54,8 @@ def show_layouts(request: Request, wanted: Wanted) -> None:
             f"--objective {wanted.objective} is not known", next_step=f"There are {', '.join(OBJECTIVES)}."
         )
     only = parse_only(wanted.only)
+    if wanted.tokens:
+        count_of(wanted.tokens, "--tokens")  # before the work, not after its table
     refuse_unwritable("--write", wanted.write, new=True)
     refuse_unwritable("--html", wanted.html, new=False)
     config, cluster = request.config, request.cluster
