@@ -201,3 +201,15 @@ def test_adapters_are_counted() -> None:
     assert "that learn 41.9M 41,943,040, adapters of rank 16" in shown
     assert "= 8,072,204,288, the model's, 41,943,040 of them adapters'." in shown
     assert "masters 0.16 GiB" in shown and "model.init_from is empty" in shown
+
+
+def test_where_no_single_change_fits_the_planners_layout_is_named(tmp_path: Path) -> None:
+    recipe = _empty(tmp_path)
+    changes = ["model.preset=llama2_7b", "train.seq_len=4096", "train.global_batch_size=128", "cluster.gpu=RTX 4090"]
+    text = _shown(str(recipe), "--nproc", "8", *(f"--set={change}" for change in changes))
+    told = text.partition("→ Try ")[2].partition("which `paceline plan` finds; or more ranks.")[0]
+    more = re.findall(r"--set (\S+=\S+)", told)
+    assert more, text
+    again = _shown(str(recipe), "--nproc", "8", *(f"--set={change}" for change in [*changes, *more]))
+    share = re.search(r"cluster.gpu: (\d+)% of the", again)
+    assert share is not None and int(share[1]) <= 100

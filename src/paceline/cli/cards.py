@@ -13,6 +13,8 @@ from paceline.costs.hardware import Hardware, common_hardware, find_hardware, ha
 from paceline.costs.memory import MemoryEstimate, estimate
 from paceline.costs.step import SAFE_SHARE
 from paceline.errors import ConfigError
+from paceline.planner.machines import make_cluster
+from paceline.planner.rank import rank
 from paceline.report import units
 from paceline.report.finding import Finding
 
@@ -54,14 +56,16 @@ def card_findings(config: RunConfig, memory: MemoryEstimate, world_size: int) ->
             severity="warning",
             subject=f"the estimate is {_share(memory, card):.0%} of the {units.size(card.memory_bytes)} of {card.name}",
             evidence=f"Up to {SAFE_SHARE:.0%} is safe; the largest part is {_largest(memory)}.",
-            next_step=f"Try {ways_to_less(config, world_size, memory)}.",
+            next_step=f"Try {ways_to_less(config, world_size, memory, card)}.",
         )
     ]
 
 
-def ways_to_less(config: RunConfig, world_size: int, memory: MemoryEstimate) -> str:
-    """Changes that pass the check and lower the estimate, each with what it would be; the cheapest in time first."""
+def ways_to_less(config: RunConfig, world_size: int, memory: MemoryEstimate, card: Hardware) -> str:
+    """Changes that pass the check and lower the estimate, each with what it would be; the cheapest in time first.
+    Where none of them fits the card, the planner's layout that does."""
     asked, ways = Asked.of(config, world_size), []
+    least = memory.total
     for changes in _candidates(config):
         other = asked.with_changes(changes)
         changes |= mends(other)
@@ -71,7 +75,34 @@ def ways_to_less(config: RunConfig, world_size: int, memory: MemoryEstimate) -> 
         total = estimate(other.config, world_size).total
         if total < _WORTHWHILE * memory.total:
             ways.append(f"{as_sets(config, changes)} ({units.size(total)})")
+            least = min(least, total)
+    if least > card.memory_bytes and (planned := _planned(config, world_size, card)):
+        return f"{planned}; or more ranks"
     return "; or ".join([*ways, "more ranks"])
+
+
+def _planned(config: RunConfig, world_size: int, card: Hardware) -> str:
+    """The fastest layout of `paceline plan` that fits by both estimates; empty without one."""
+    try:
+        cluster, _ = make_cluster(card, world_size, gpus_per_node=min(config.cluster.gpus_per_node, world_size))
+    except ConfigError:  # nodes that the ranks do not fill: told elsewhere
+        return ""
+    for found in rank(config, cluster, keep=8, probe=60).fitting:
+        total = estimate(found.config, world_size).total
+        if total > card.memory_bytes:
+            continue
+        parallel = found.config.parallel
+        changes = {f"parallel.{name}": getattr(parallel, name) for name in _LAYOUT}
+        changes["train.micro_batch_size"] = found.config.train.micro_batch_size
+        return f"{as_sets(config, changes)} ({units.size(total)}), which `paceline plan` finds"
+    return ""
+
+
+_LAYOUT = (
+    *("tp", "pp", "cp", "ep", "etp", "dp_replicate", "dp_shard", "zero"),
+    *("pipeline_schedule", "stages_per_rank", "recompute", "offload"),
+)
+"""Fields of `[parallel]` that the planner chooses."""
 
 
 def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
