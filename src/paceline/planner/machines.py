@@ -168,9 +168,9 @@ def make_cluster(gpu: Hardware, gpus: int, *, gpus_per_node: int = 0, interconne
 
 def _pcie(gpu: Hardware) -> str:
     """What is assumed of links that the board decides: a full slot, and how cards reach each other."""
-    rate = f"PCIe, {gpu.pcie_gb_per_s or 16.0:.0f} GB/s a GPU and direction, assumed"
+    rate = f"PCIe, {gpu.pcie_gb_per_s or 16.0:.0f} GB/s a GPU and direction assumed"
     consumer = any("GeForce" in pattern for pattern in gpu.patterns)
-    return rate + ("; GeForce cards have no peer-to-peer, all goes through host memory" if consumer else "")
+    return rate + ("; GeForce: no peer-to-peer" if consumer else "")
 
 
 def usual_interconnect(gpu: Hardware) -> str:
