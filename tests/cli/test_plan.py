@@ -361,3 +361,17 @@ def test_a_model_in_a_file_gets_the_batch_of_a_preset(tmp_path: Path) -> None:
 
 def test_a_card_without_bf16_is_said() -> None:
     assert "T4 has no bf16" in plan("llama3_1b", "--gpus", "4", "--gpu", "T4", "--top", "1").stdout
+
+
+def test_outputs_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "plan.html"
+    target.write_text("before")
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        done = plan("llama3_1b", "--gpus", "8", "--gpu", "H100-80", "--html", str(target))
+    assert done.returncode == 1 and "No space left" in done.stderr and "written:" not in done.stdout
+    assert target.read_text() == "before" and list(tmp_path.iterdir()) == [target]

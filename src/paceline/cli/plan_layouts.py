@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli.plan_outputs import refuse_unwritable
+from paceline.cli.plan_outputs import refuse_unwritable, write_output
 from paceline.cli.plan_page import KINDS, plan_page
 from paceline.config.check import check, refuse_errors
 from paceline.config.load import differences
@@ -77,7 +77,7 @@ def show_layouts(request: Request, wanted: Wanted) -> None:
             raise ConfigError(
                 "nothing fits, so there is nothing to write", next_step="Look at what would help, without --write."
             )
-        Path(wanted.write).write_text(written_recipe(request, ranking.fitting[0], wanted.write), encoding="utf-8")
+        write_output(wanted.write, written_recipe(request, ranking.fitting[0], wanted.write))
         if not wanted.as_json:
             typer.echo(f"\nwritten: {wanted.write} ({layout_text(ranking.fitting[0].config)})")
 
@@ -130,7 +130,7 @@ def _write_page(request: Request, ranking: Ranking, why: Reasons, wanted: Wanted
             next_step="More or larger GPUs, or a smaller model; without --html it says what would fit.",
         )
     question, layouts = _question(request, ranking), layouts_table(shown, request.config)
-    Path(wanted.html).write_text(plan_page(title, question, layouts, shown, ranking, why), encoding="utf-8")
+    write_output(wanted.html, plan_page(title, question, layouts, shown, ranking, why))
     if not wanted.as_json:
         typer.echo(f"\nwritten: {wanted.html}")
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli.plan_outputs import refuse_unwritable
+from paceline.cli.plan_outputs import refuse_unwritable, write_output
 from paceline.config.check import refuse_errors
 from paceline.config.load import dump_recipe
 from paceline.costs.layers import count_parameters
@@ -106,7 +106,7 @@ def show_megatron(
 
 
 def _write(run: MegatronRun, path: str) -> None:
-    Path(path).write_text(dump_recipe(run.config), encoding="utf-8")
+    write_output(path, dump_recipe(run.config))
 
 
 def _print(

@@ -1,10 +1,11 @@
-"""Files that `paceline plan` is asked to write: looked at before any work is done."""
+"""Files that `paceline plan` is asked to write: looked at before any work is done, and written whole or not at all."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from paceline.data.atomic import unwritable, write_text
 from paceline.errors import ConfigError
 
 
@@ -32,3 +33,19 @@ def refuse_unwritable(option: str, path: str, *, new: bool) -> None:
         )
     if not os.access(target if target.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path}: it may not be written there", next_step="Give another path.")
+
+
+def write_output(path: str, text: str) -> None:
+    """The whole file or nothing; what is no file (/dev/stdout) is written to as it is.
+
+    Raises:
+        DataError: the disk or the folder does not allow it.
+    """
+    target = Path(path)
+    if not target.exists() or target.is_file():
+        write_text(target, text)
+        return
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(target, error) from error

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import typer
 from rich.text import Text
 
-from paceline.cli.plan_outputs import refuse_unwritable
+from paceline.cli.plan_outputs import refuse_unwritable, write_output
 from paceline.config.check import check, refuse_errors
 from paceline.errors import ConfigError
 from paceline.planner.goodput import Goodput, best_interval, goodput
@@ -68,7 +67,7 @@ def show_simulation(
     shown = timeline(found.config, found.estimate, slow) if told else plain
     expected = _expected(failures)
     if trace:
-        Path(trace).write_text(json.dumps(perfetto(shown, layout_text(found.config))), encoding="utf-8")
+        write_output(trace, json.dumps(perfetto(shown, layout_text(found.config))))
     if as_json:
         typer.echo(json.dumps(_as_dict(found, plain, shown, expected), indent=1))
         return

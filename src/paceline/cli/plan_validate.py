@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 import typer
 from rich.text import Text
 
-from paceline.cli.plan_outputs import refuse_unwritable
+from paceline.cli.plan_outputs import refuse_unwritable, write_output
 from paceline.costs.profiles import Profile, find_profile
 from paceline.errors import ConfigError
 from paceline.planner import first_choice
@@ -208,7 +207,7 @@ def show_calibration(paths: Sequence[str], *, out: str, framework: str) -> None:
             next_step="Give folders of runs on GPUs with ten logged steps or more.",
         )
     found = calibrate(runs, profile)
-    Path(out).write_text(calibration_text(found, runs), encoding="utf-8")
+    write_output(out, calibration_text(found, runs))
     console = make_console()
     print_table(console, _runs_table(runs, found))
     console.print()

@@ -124,7 +124,9 @@ def _data_parallel(run: MegatronRun, cluster: Cluster) -> Iterator[Finding]:
             "warning" if dp > 1 else "note",
             "--use-distributed-optimizer is off: every rank keeps the whole optimizer state",
             f"18 bytes a parameter in place of 6 + 12 / {dp}: about {units.size(saved)} a rank "
-            f"({units.count(held)} parameters).",
+            f"({units.count(held)} parameters)."
+            if dp > 1
+            else "Data parallel is 1, so there is nobody to share it with yet: it saves nothing here.",
             "Add --use-distributed-optimizer; it costs no traffic.",
             f"{units.size(saved)} of memory a rank" if dp > 1 else None,
         )
