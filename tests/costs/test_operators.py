@@ -142,3 +142,16 @@ def test_domains_reached(groups: int, chosen: int, top_k: int, domains: int, exp
     model = MODEL.model_copy(update={"num_experts": 4096, "top_k": top_k, "moe": routing})
     spec = model.blocks()[-1].feed_forward
     assert domains_reached(spec, domains) == pytest.approx(expected, rel=1e-3)  # type: ignore[arg-type]
+
+
+def test_clamped_experts_pass_over_gate_and_up_once_more() -> None:
+    rows, moe_layers, width = 4096 * 4, 6 / 8, MODEL.expert_ffn_size
+    plain, clamped = demand(), demand(clamped_experts=True)
+    once = rows * width * moe_layers * 2 / (GPU.memory_tb_per_s * 1e12)
+    assert clamped.expert_memory_forward - plain.expert_memory_forward == pytest.approx(8 * once)
+    assert clamped.expert_memory_backward - plain.expert_memory_backward == pytest.approx(10 * once)
+    assert clamped.expert_gemm_forward == plain.expert_gemm_forward
+    # recomputed with the activation, and part of products that activate by themselves
+    again = [demand(clamped_experts=on, recompute_modules=("moe_act",)).memory_again for on in (False, True)]
+    assert again[1] - again[0] == pytest.approx(8 * once)
+    assert demand(clamped_experts=True, expert_epilogues=True) == demand(expert_epilogues=True)

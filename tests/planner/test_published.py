@@ -110,3 +110,8 @@ def test_a_model_without_multi_token_prediction_has_none() -> None:
     runs = [run for row in read_rows([RUNS]) if isinstance(run := read_run(row), PublishedRun)]
     depths = {(run.id, run.workload.model.mtp_layers) for run in runs if run.model_name == "DeepSeekV3"}
     assert {("bridge-a219", 0), ("bridge-a234", 1), ("bridge-c001", 1)} <= depths
+
+
+def test_gpt_oss_clamps_what_its_experts_activate() -> None:
+    runs = [run for row in read_rows([RUNS]) if isinstance(run := read_run(row), PublishedRun)]
+    assert {run.model_name for run in runs if run.workload.clamped_experts} == {"GPT OSS 120B"}

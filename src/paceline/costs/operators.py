@@ -218,6 +218,8 @@ def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: 
     layer.expert_elements_forward += moved
     layer.expert_elements_backward += moved
     if not work.expert_epilogues:
+        if work.clamped_experts:
+            _clamp(one, rows * expert.ffn_size / work.etp)
         layer.cast_elements += 0.0 if work.experts_in_bf16 else one.cast_elements
         layer.weight_elements += 0.0 if work.experts_in_bf16 else one.weight_elements
         layer.expert_activation_elements += one.activation_elements
@@ -229,6 +231,18 @@ def _experts(layer: Layer, work: Workload, spec: MoESpec, tokens: float, rates: 
     _linear(layer, tokens / work.tp, spec.hidden_size, spec.num_experts, rates)
     if spec.shared is not None:
         _mlp(layer, spec.shared, tokens, work.tp, rates)
+
+
+def _clamp(layer: Layer, elements: float) -> None:
+    """Of gate and up, ``elements`` each, before the fused activation, as Megatron-Core's
+    `weighted_bias_quick_geglu_impl` writes it.
+
+    Forward each half is read and written, then both by the concatenation: 8 passes. Backward each half reads gradient
+    and input and writes (6), and their gradients are put side by side again (4).
+    """
+    layer.elements_forward += 8 * elements
+    layer.activation_elements += 8 * elements
+    layer.elements_backward += 10 * elements
 
 
 def _rows_backward(spec: FeedForwardSpec, rows: float, tp: float, rates: Rates, groups: int) -> float:

@@ -366,7 +366,7 @@ BRIDGE = Profile(
     sums_as_reduced=True,
     keeps_eight_bits=True,
     ultra_products=1.31,
-    expert_bias_passes=99.2,
+    expert_bias_passes=79.2,
 )
 
 PROFILES: tuple[Profile, ...] = (

@@ -85,6 +85,9 @@ class Workload:
     """The kernels that send rows of experts also put them in order (HybridEP, DeepEP): half of the copies."""
     expert_epilogues: bool = False
     """Products of experts also activate and cast what they make (cuDNN's fused grouped products)."""
+    clamped_experts: bool = False
+    """Experts clamp gate and up before they activate them, by operators of their own (Megatron-Core's
+    `activation_func_clamp_value`). Counted in time; what they keep more is not."""
     overlaps_experts: bool = False
     """Rows of experts are sent while another micro-batch is computed (Megatron-LM's
     `--overlap-moe-expert-parallel-comm`)."""

@@ -323,6 +323,8 @@ _KNOWN: dict[str, dict[str, object]] = {
     },
 }
 """What the tables leave out and the models' own files say (config.json on the Hugging Face hub)."""
+_CLAMPED = {"GPT OSS 120B"}
+"""Those whose files have a `swiglu_limit`."""
 
 
 def _read(row: dict[str, str], source: Source) -> PublishedRun:
@@ -357,6 +359,7 @@ def _read(row: dict[str, str], source: Source) -> PublishedRun:
         fp8_rowwise="f8rw" in row["notes"],
         frozen_weights="LoRA" in row["source"],
         async_tp=_async_tp(row["notes"]),
+        clamped_experts=row["model"].split(" (")[0].strip() in _CLAMPED,
     )
     kernels: dict[str, Any] = {field: True for words, field in KERNELS.items() if words in row["notes"]}
     work = replace(work, **kernels)
