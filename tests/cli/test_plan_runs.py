@@ -51,3 +51,9 @@ def test_a_calibration_that_explains_nothing_is_doubted(tmp_path: Path) -> None:
     assert "Still off: step time" in shown and "Still off: memory" in shown
     used = plan("llama3_1b", "--gpus", "1", "--gpu", "H100-80", "--top", "1", "--calibration", str(target)).stdout
     assert "changes nothing here: it has [megatron]" in used
+    again = plan("validate", str(runs(tmp_path)), "--framework", "megatron", "--calibration", str(target)).stdout
+    assert "mine.toml, of 3 runs: gemm_efficiency 1.1" in again
+    flags = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --bf16"
+    flags += " --max-position-embeddings 1024 --global-batch-size 64"
+    told = plan("megatron", flags, "--gpus", "8", "--calibration", str(target)).stdout
+    assert "mine.toml, of 3 runs: gemm_efficiency 1.1" in told

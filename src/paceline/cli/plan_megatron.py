@@ -19,6 +19,7 @@ from paceline.costs.layers import count_parameters
 from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
 from paceline.errors import ConfigError
+from paceline.planner.calibration import calibration_note
 from paceline.planner.machines import find_gpu, make_cluster
 from paceline.planner.megatron import MegatronRun, read_megatron
 from paceline.planner.megatron_advice import advice
@@ -78,7 +79,8 @@ def show_megatron(
         find_gpu(gpu or "H100 SXM"), run.gpus, gpus_per_node=run.gpus_per_node, interconnect=interconnect
     )
     console = make_console()
-    assumed = "" if gpu else "The GPU is assumed: --gpu says otherwise."
+    assumed = [] if gpu else ["The GPU is assumed: --gpu says otherwise."]
+    assumed += [calibration_note(calibration, "megatron")] if calibration else []
     found = conflicts(run)
     if any(finding.severity == "error" for finding in found):
         if as_json:
@@ -144,7 +146,7 @@ def _print(
     console.print(Text(better.command()), soft_wrap=True)
 
 
-def _read_table(run: MegatronRun, cluster: Cluster, network: str, assumed: str) -> Table:
+def _read_table(run: MegatronRun, cluster: Cluster, network: str, assumed: Sequence[str]) -> Table:
     layout, model = run.layout, run.config.model
     count = count_parameters(model)
     active = f", {units.count(count.active)} active" if model.is_moe else ""
@@ -176,7 +178,7 @@ def _read_table(run: MegatronRun, cluster: Cluster, network: str, assumed: str) 
             f"{passive} of them decide nothing here; {_unknown(run)}",
         ),
     ]
-    return table(("Megatron-LM", "", ""), rows, notes=(assumed,) if assumed else ())
+    return table(("Megatron-LM", "", ""), rows, notes=tuple(assumed))
 
 
 def _unknown(run: MegatronRun) -> str:

@@ -17,6 +17,7 @@ from paceline.planner import first_choice
 from paceline.planner.calibration import (
     Calibration,
     calibrate,
+    calibration_note,
     calibration_text,
     range_of,
     read_calibration,
@@ -70,6 +71,8 @@ def show_validation(
     console = make_console()
     found = report(scored, cells, skipped)
     print_table(console, _errors_table(found, left_out))
+    for name in dict.fromkeys(one.run.source.profile for one in scored) if calibration else ():
+        console.print(Text(calibration_note(calibration, name)), soft_wrap=True)
     unmeasured = sum(not run.measured for run in runs)
     if unmeasured:
         count = _rows(unmeasured)
