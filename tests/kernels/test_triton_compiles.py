@@ -111,3 +111,22 @@ def test_sums_by_the_copy_engine(sums: str, first: bool) -> None:
     constants |= {"P": 128, "Q": 128, "S": 64, "TOGETHER": 8}
     ptx = ptx_of(expert_gemm_triton._expert_weight_kernel, types, constants, warps=8)
     assert ("cp.reduce.async.bulk.tensor" in ptx) is not first
+
+
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("function", ["silu", "gelu_tanh"])
+def test_gated_in_wide_numbers(function: str, backward: bool, casts: bool) -> None:
+    """Memory is what such a pass takes its time for: 16 bytes a thread at once, in and out."""
+    from paceline.kernels import gated_triton
+
+    low = "*fp32" if not casts else "*fp8e5" if backward else "*fp8e4nv"
+    types = {name: "*bf16" for name in ("joined", "grad", "grad_joined", "hidden")}
+    types |= {"found": "*i32" if casts else "*fp32", "values": low, "factor": "*fp32", "scale": "*fp32"}
+    constants = {"FUNCTION": function, "CASTS": casts, "LIMIT": 448.0}
+    constants |= {"ROWS": gated_triton._ROWS, "COLUMNS": gated_triton._COLUMNS}
+    kernel = gated_triton._gated_backward_kernel if backward else gated_triton._gated_forward_kernel
+    ptx = ptx_of(kernel, types, constants | ({"HIDDEN": True} if backward else {}), warps=gated_triton._WARPS)
+    assert not taken_apart(ptx) and bool(_CAST.search(ptx)) == casts and bool(_MAXIMUM.search(ptx)) == casts
+    wide = ptx.count("ld.global.v4.b32")
+    assert wide == (6 if backward else 4) and ptx.count("st.global.v4.b32") >= wide // 2

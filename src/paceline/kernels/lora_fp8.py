@@ -172,6 +172,11 @@ library.define(
     "(Tensor grad, Tensor? grad_values, Tensor? grad_scale, Tensor? weight_values, Tensor? weight_scale, Tensor x,"
     " Tensor h, Tensor down, Tensor?[] ups, int[] sizes, float scale) -> Tensor[]",
 )
+library.define(
+    "paceline::lora_fp8_input_backward",
+    "(Tensor grad, Tensor grad_values, Tensor grad_scale, Tensor weight_values, Tensor weight_scale, Tensor h,"
+    " Tensor down, Tensor up, float scale) -> (Tensor, Tensor, Tensor)",
+)
 FORWARD_OPERATION = torch.ops.paceline.lora_fp8_forward.default
 """What recomputation may store the outputs of."""
 
@@ -251,3 +256,39 @@ def _backward_fake(
 ) -> list[Tensor]:
     grad_x = x_MC.new_empty(0 if grad_values is None else x_MC.shape)
     return [grad_x, x_MC.new_empty(down_RC.shape), *(up.new_empty(up.shape) for up in ups if up is not None)]
+
+
+@library.impl("paceline::lora_fp8_input_backward", "default")
+def _input_backward(
+    grad_MN: Tensor,
+    grad_values: Tensor,
+    grad_scale: Tensor,
+    weight_values: Tensor,
+    weight_scale: Tensor,
+    h_MR: Tensor,
+    down_RC: Tensor,
+    up_NR: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one linear, all of the backward that does not read its input, which is yet to be computed again: the gradients
+    of the input, of h, and of the pair's second matrix. That of the first one is gh.T @ x."""
+    grad_h_MR, (grad_up,) = pair_gradients([grad_MN], h_MR, [up_NR], scale)
+    weight_CN = Fp8(weight_values, weight_scale)
+    grad_x = product(Fp8(grad_values, grad_scale), weight_CN, grad_MN.dtype, fast=False)
+    return grad_x.addmm_(grad_h_MR, down_RC), grad_h_MR, grad_up
+
+
+@library.register_fake("paceline::lora_fp8_input_backward")
+def _input_backward_fake(
+    grad_MN: Tensor,
+    grad_values: Tensor,
+    grad_scale: Tensor,
+    weight_values: Tensor,
+    weight_scale: Tensor,
+    h_MR: Tensor,
+    down_RC: Tensor,
+    up_NR: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x = grad_MN.new_empty(grad_MN.shape[0], down_RC.shape[1])
+    return grad_x, h_MR.new_empty(h_MR.shape), up_NR.new_empty(up_NR.shape)

@@ -34,7 +34,6 @@ from paceline.costs.placement import placement
 from paceline.kernels.fp8 import NO_PLACE, CachedWeight, Cut, cast_weights, fp8_linears, why_not_fp8
 from paceline.kernels.fp8_cast import CastKernel, Scaling
 from paceline.kernels.fp8_delayed import DelayedPair
-from paceline.kernels.fp8_mlp import fp8_gated_mlp
 from paceline.kernels.lora_fp8 import lora_fp8_linears
 from paceline.models.attention import GroupedQueryAttention, LatentAttention
 from paceline.models.feed_forward import FeedForward
@@ -43,6 +42,7 @@ from paceline.models.transformer import Transformer
 from paceline.parallel.accumulate import Place, place_of
 from paceline.parallel.collectives import Axis
 from paceline.parallel.delayed_scales import DelayedScales
+from paceline.parallel.gated_fp8 import fuse_gated
 from paceline.parallel.linear import Meeting, column_products
 from paceline.parallel.linear_fp8 import WidestOver, fp8_column_products, fp8_row_product
 from paceline.parallel.tensor import Sublayer, meeting_of
@@ -91,10 +91,10 @@ class JoinedLinears:
         self.cached: CachedWeight | None = None
         self.delayed: DelayedPair | None = None
         self._place: tuple[Tensor | None, Tensor | None] = NO_PLACE
-        self._adapter: AdapterSettings | None = None
+        self.adapter: AdapterSettings | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        adapter = self._adapter
+        adapter = self.adapter
         if adapter is None or not adapter.switch.on:
             return fp8_linears(x, *self._matrices(), **self._options())
         return lora_fp8_linears(
@@ -111,7 +111,7 @@ class JoinedLinears:
     def add_pairs(self, adapter: AdapterSettings) -> None:
         """From now on outputs are with the pairs of these linears, which are frozen and whole on this rank."""
         assert self.frozen and self.cut is None
-        self._adapter = adapter
+        self.adapter = adapter
 
     def _pairs(self) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         pairs = [(each.lora_a, each.lora_b) if isinstance(each, LoraLinear) else (None, None) for each in self.linears]
@@ -317,7 +317,7 @@ def _change_sublayer(prefix: str, sublayer: Sublayer, change: _Change) -> Iterat
                 behind = alone if module is last else behind
                 yield alone
     if isinstance(sublayer, FeedForward) and joined is not None and behind is not None:
-        _fuse_gated(sublayer, joined, behind, change)
+        fuse_gated(sublayer, joined, behind, change.stage.config.activation)
 
 
 def _join(
@@ -359,38 +359,6 @@ def _project(
         return tuple(next(outputs) if is_fp8 else next(left) for is_fp8 in in_fp8)
 
     return project
-
-
-_GATES: Mapping[str, str] = {"swiglu": "silu", "geglu": "gelu_tanh"}
-
-
-def _fuse_gated(sublayer: FeedForward, first: JoinedLinears, down: JoinedLinears, change: _Change) -> None:
-    """With one kernel for casts, a gated MLP is one operation in training: see `kernels/fp8_mlp.py`."""
-    function, options = _GATES.get(change.stage.config.activation), change.options
-    whole = len(first.linears) == len(sublayer.in_projs) and first.cut is None and down.cut is None
-    biased = any(linear.bias is not None for linear in (*first.linears, *down.linears))
-    if function is None or options.kernel != "triton" or options.scaling != "tensorwise" or not whole or biased:
-        return
-    apart = sublayer.forward
-
-    def forward(x: Tensor) -> Tensor:
-        weights = [linear.weight for linear in (*first.linears, *down.linears)]
-        if not torch.is_grad_enabled() or not all(tensor.requires_grad for tensor in (x, *weights)):
-            return apart(x)
-        return fp8_gated_mlp(
-            x,
-            weights[:-1],
-            weights[-1],
-            function=function,
-            cached_first=first.cached,
-            cached_down=down.cached,
-            delayed_first=first.delayed,
-            delayed_down=down.delayed,
-            place_first=first.place,
-            place_down=down.place,
-        )
-
-    sublayer.forward = forward  # type: ignore[method-assign]
 
 
 def _set_values_apart(attention: GroupedQueryAttention, products: Sequence[JoinedLinears]) -> None:
