@@ -121,7 +121,7 @@ def test_gated_in_wide_numbers(function: str, backward: bool, casts: bool) -> No
     from paceline.kernels import gated_triton
 
     low = "*fp32" if not casts else "*fp8e5" if backward else "*fp8e4nv"
-    types = {name: "*bf16" for name in ("joined", "grad", "grad_joined", "hidden")}
+    types = dict.fromkeys(("joined", "grad", "grad_joined", "hidden"), "*bf16")
     types |= {"found": "*i32" if casts else "*fp32", "values": low, "factor": "*fp32", "scale": "*fp32"}
     constants = {"FUNCTION": function, "CASTS": casts, "LIMIT": 448.0}
     constants |= {"ROWS": gated_triton._ROWS, "COLUMNS": gated_triton._COLUMNS}
