@@ -92,7 +92,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
-        if "lora" in name or "scaled" in name:
+        if "lora" in name or "scaled" in name or "gated" in name:
             self.count[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -147,12 +147,50 @@ def test_without_its_adapters_it_is_the_base() -> None:
     torch.testing.assert_close(evaluated, model(tokens).logits)
 
 
+@pytest.mark.parametrize("targets", [("q_proj",), ("up_proj",), ("gate_proj", "up_proj", "down_proj"), ("down_proj",)])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+def test_with_one_kernel_for_casts_a_gated_mlp_is_one_operation(targets: Any, activation: Any) -> None:
+    """Whichever of its linears have pairs, and if none has; but where nothing before its last one learns."""
+    config, options = tiny_config(**WIDE, activation=activation), Fp8Options(kernel="triton")
+    lora = LORA.model_copy(update={"targets": targets})
+    model, apart = adapted(config, lora, options), adapted(config, lora, options, in_one=False)
+    assert_near(step(model), step(apart))
+    count = counted(model)
+    # the first layer's input needs no gradient, nor does its attention's output where that has no pairs
+    learns = 3 if targets != ("down_proj",) else 2
+    assert count["gated_forward"] == count["gated_backward"] == learns
+    assert count["lora_fp8_input_backward"] == (learns if "down_proj" in targets else 0)
+
+
+@pytest.mark.parametrize("more", [{"dropout": 0.3}, {"dora": True}], ids=["dropout", "dora"])
+def test_with_more_than_pairs_a_gated_mlp_is_two_layers(more: dict[str, Any]) -> None:
+    lora = LORA.model_copy(update=more)
+    count = counted(adapted(tiny_config(**WIDE), lora, Fp8Options(kernel="triton")))
+    assert not any("gated" in name for name in count)
+
+
+def test_a_gated_mlp_in_one_without_its_adapters_is_the_base() -> None:
+    """Also with gradients, which only the adapters of another model then want."""
+    model, base = (adapted(tiny_config(**WIDE), options=Fp8Options(kernel="triton")) for _ in range(2))
+    for name, parameter in base.named_parameters():
+        if ".lora_b" in name:
+            parameter.data.zero_()
+    tokens, _ = batches(0, length=8)
+    with adapters_off(model):
+        found = model(tokens).logits
+    torch.testing.assert_close(found, base(tokens).logits, rtol=1e-2, atol=1e-3)
+    assert not torch.allclose(found, model(tokens).logits, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_changes_nothing(mode: Any) -> None:
-    config = tiny_config(**WIDE)
-    expected, model = step(adapted(config)), adapted(config)
+def test_recomputation_changes_nothing(mode: Any, kernel: Any) -> None:
+    """And ``selective`` computes no product again."""
+    config, options = tiny_config(**WIDE), Fp8Options(kernel=kernel)
+    expected, model = step(adapted(config, options=options)), adapted(config, options=options)
     recompute(list(model.blocks.values()), mode)
     assert all(torch.equal(one, other) for one, other in zip(step(model), expected, strict=True))
+    assert counted(model)["lora_fp8_forward"] == (12 if mode == "selective" else 24)
 
 
 @pytest.mark.parametrize(
