@@ -375,3 +375,17 @@ def test_outputs_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         done = plan("llama3_1b", "--gpus", "8", "--gpu", "H100-80", "--html", str(target))
     assert done.returncode == 1 and "No space left" in done.stderr and "written:" not in done.stdout
     assert target.read_text() == "before" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_recipe_from_megatron_is_planned_again_as_it_is(tmp_path: Path) -> None:
+    """Case of two scripts: names of their own, and the machines they were read for."""
+    line = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
+    )
+    line += "--vocab-size 32000 --micro-batch-size 1 --global-batch-size 32 --train-iters 100 --loss-scale 128"
+    out = tmp_path / "mine.toml"
+    made = plan("megatron", line, "--gpus", "16", "--gpu", "A100-80", "--write", str(out))
+    assert made.returncode == 0 and "--loss-scale 128" in made.stdout.split("Not in it")[1]
+    tables = tomllib.loads(out.read_text())
+    assert (tables["run"]["name"], tables["cluster"]["nodes"]) == ("mine", 2)
+    assert "16 x A100" in plan(str(out)).stdout

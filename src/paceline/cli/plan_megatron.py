@@ -15,6 +15,7 @@ from rich.text import Text
 from paceline.cli.plan_outputs import refuse_unwritable, write_output
 from paceline.config.check import refuse_errors
 from paceline.config.load import dump_recipe
+from paceline.config.run import RunConfig
 from paceline.costs.layers import count_parameters
 from paceline.costs.step import StepEstimate, predict
 from paceline.costs.workload import Cluster, Workload
@@ -27,6 +28,7 @@ from paceline.planner.megatron_better import Better, best_layout, same_layout
 from paceline.planner.megatron_conflicts import conflicts
 from paceline.planner.megatron_flags import PASSIVE
 from paceline.planner.megatron_ramp_up import FLAG as RAMP_UP
+from paceline.planner.megatron_training import left_out
 from paceline.planner.request import calibrated
 from paceline.report import units
 from paceline.report.console import make_console, print_findings, print_table
@@ -102,13 +104,19 @@ def show_megatron(
     else:
         _print(console, _read_table(run, cluster, network, assumed), cluster, run, estimate, found, same, best)
     if write:
-        _write(run, write)
+        write_output(write, dump_recipe(_as_recipe(run, cluster, write)))
         if not as_json:
             typer.echo(f"\nwritten: {write}, the recipe as it is")
+            if lost := left_out(run.flags):
+                typer.echo(f"Not in it, a recipe has nothing for them: {', '.join(lost)}.")
 
 
-def _write(run: MegatronRun, path: str) -> None:
-    write_output(path, dump_recipe(run.config))
+def _as_recipe(run: MegatronRun, cluster: Cluster, path: str) -> RunConfig:
+    """With a name of its own, so that two scripts do not share a run folder, and the machines it was read for."""
+    nodes, config = max(1, run.gpus // run.gpus_per_node), run.config
+    machines = config.cluster.model_copy(update={"nodes": nodes, "gpu": cluster.gpu.name})
+    named = config.run.model_copy(update={"name": Path(path).stem})
+    return config.model_copy(update={"run": named, "cluster": machines})
 
 
 def _print(

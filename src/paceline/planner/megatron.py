@@ -24,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.planner.launch_script import Launch, read_launch
 from paceline.planner.megatron_flags import Flags, parse_flags
 from paceline.planner.megatron_model import model_fields, padded
+from paceline.planner.megatron_training import optim_fields, run_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,19 +246,12 @@ def _recipe(flags: Flags, fields: Mapping[str, Any], layout: Layout, gpus: int, 
         "precision": {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}.get(layout.precision, "fp8"),
         "loss_kernel": "chunked",
     }
-    optim: dict[str, Any] = {
-        "lr": flags.number("lr", 1e-4),
-        "min_lr": flags.number("min-lr", 0.0),
-        "weight_decay": flags.number("weight-decay", 0.01),
-    }
-    if (warmup := flags.integer("lr-warmup-iters", 0)) > 0:
-        optim["warmup_steps"] = warmup
     tables = {
-        "run": {"name": "from_megatron"},
+        "run": {"name": "from_megatron", **run_fields(flags)},
         "model": dict(fields),
         "train": train,
         "parallel": parallel,
-        "optim": optim,
+        "optim": optim_fields(flags, train["steps"], whole),
         "cluster": {"gpus_per_node": gpus_per_node},
     }
     try:
