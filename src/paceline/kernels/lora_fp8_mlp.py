@@ -69,22 +69,19 @@ def lora_fp8_gated_mlp(
         delayed_first = delayed_down = None  # as in `fp8.fp8_linears`
     states = (*states_of(delayed_first), *states_of(delayed_down))
     cached = (*tensors_of(cached_first, "tensorwise")[:3], *tensors_of(cached_down, "tensorwise")[:3])
-    matrices = (*(pair and pair[0] for pair in pairs), *(pair and pair[1] for pair in pairs))
+    matrices = [None if pair is None else pair[side] for side in (0, 1) for pair in pairs]
     frozen = (*first, down_CF) if cached_first is None else ()
     width = first[0].shape[0]
     out: Tensor = _LoraFp8GatedMlp.apply(function, width, scale, x, *states, *cached, *matrices, *frozen)
     return out
 
 
-_STATES, _CACHED, _MATRICES = slice(0, 8), slice(8, 14), slice(14, 20)
-"""Of the tensors behind the input; frozen weights follow where nothing is cached."""
-
-
 class _LoraFp8GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: str, width: int, scale: float, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        states, cached, matrices = tensors[_STATES], tensors[_CACHED], tensors[_MATRICES]
-        first, down, kept = _weights(cached, tensors[20:])
+        # frozen weights follow where nothing is cached
+        states, cached, matrices, frozen = tensors[:8], tensors[8:14], tensors[14:20], tensors[20:]
+        first, down, kept = _weights(cached, frozen)
         x_MC = x.flatten(0, -2)
         x_rows, _ = cast_operand(x_MC, E4M3, _casting(states[:2]), rows=True, columns=False)
         assert x_rows is not None

@@ -86,7 +86,7 @@ def _learning(x: Tensor, first: Products, down: Products, function: str) -> Tens
 
 
 def _frozen(x: Tensor, first: Products, down: Products, pairs: tuple[Pair, ...], function: str) -> Tensor:
-    adapter = first.adapter or down.adapter
+    adapter = down.adapter if first.adapter is None else first.adapter
     return lora_fp8_gated_mlp(
         x,
         [linear.weight for linear in first.linears],
