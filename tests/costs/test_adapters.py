@@ -81,6 +81,28 @@ def test_a_step_is_predicted_shorter_and_smaller() -> None:
     assert after.mfu is not None and before.mfu is not None and abs(after.mfu / before.mfu - 1) < 0.15
 
 
+def test_widening_of_4_bits_takes_time_for_each_product() -> None:
+    """2.5 bytes a number of every linear of a layer, forward and backward, and again where all is recomputed."""
+    gpu = find_hardware("NVIDIA H200")
+    assert gpu is not None
+    cluster = Cluster(gpu=gpu, gpus=1)
+    model = {**preset("llama3_8b"), "max_seq_len": 8192}
+
+    def memory_bound(base: str, recompute: str) -> float:
+        train = {"seq_len": 2048, "global_batch_size": 4, "micro_batch_size": 1}
+        lora = {"rank": 16, "base": base}
+        tables = {"model": model, "train": train, "lora": lora, "parallel": {"recompute": recompute, "compile": True}}
+        parts = predict(RunConfig.model_validate(tables), cluster).parts
+        return parts["memory_bound"] + parts["recompute"]
+
+    passes = {"none": 2, "full": 3}
+    for recompute, number in passes.items():
+        more = memory_bound("nf4", recompute) - memory_bound("bf16", recompute)
+        # 32 layers of 218M numbers, 4 micro-batches, at 4.8 TB/s and the share of it that a profile reaches
+        least = number * 4 * 32 * 218e6 * 2.5 / 4.8e12
+        assert least < more < 1.6 * least
+
+
 LAYOUTS = {
     "zero 0": ("parallel.zero=0",),
     "zero 1": ("parallel.zero=1",),

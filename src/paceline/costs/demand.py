@@ -188,6 +188,8 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
     # blocks of 32 or 16 elements are scaled along both dimensions: two casts where a tensor's scale needs one
     casts = {"fp8": 1.0, "mxfp8": 2.0, "nvfp4": 2.0}.get(work.precision, 0.0)
     casts *= 3.0 if work.fp8_rowwise else 1.0
+    # 4 bits read and 16 written; torchao's own passes between are not counted
+    widened = 1.25 * total.weight_elements * byte if work.widens_weights else 0.0
     cast_once = _cast_share(work) * total.cast_elements + (total.weight_elements if work.casts_weights else 0.0)
     return Demand(
         micro_batches=work.micro_batches(cluster.gpus),
@@ -209,15 +211,15 @@ def demand_of(work: Workload, cluster: Cluster, layers_by_rank: Sequence[float])
         expert_calls=total.expert_calls,
         attention_forward=total.attention_forward,
         attention_backward=backward_scale * total.attention_forward,
-        memory_forward=total.elements_forward * byte,
-        memory_backward=total.elements_backward * byte,
+        memory_forward=total.elements_forward * byte + widened,
+        memory_backward=total.elements_backward * byte + widened,
         scores_forward=6.5 * total.score_elements * byte,
         scores_backward=7.0 * total.score_elements * byte,
         cast_forward=2.0 * cast_once * byte * casts,
         cast_backward=2.0 * cast_once * byte * casts,
         gemm_again=again[0],
         attention_again=again[1],
-        memory_again=again[2] * byte,
+        memory_again=again[2] * byte + (widened if work.recompute == "full" else 0.0),
         communication_again=again[3],
         hopper=float(cluster.gpu.fp8 is not None),
         ultra=float(cluster.gpu.is_ultra),

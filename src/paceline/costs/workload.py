@@ -108,6 +108,8 @@ class Workload:
     """Parameters of adapters beside frozen weights."""
     adapter_channels: float = 0.0
     """Channels that adapters of a layer read and write, over the layers' mean (`costs/adapters.py: layer_channels`)."""
+    widens_weights: bool = False
+    """Frozen weights in 4 bits are made 16 bits wide for each product."""
     frozen_bytes: float = 0.0
     """An element of the layers' frozen weights, in the mean, where that is another number than computing takes
     (`lora.base`); those outside of layers are kept as they are computed with."""
@@ -185,6 +187,7 @@ class Workload:
             adapters=count_adapters(config.model, config.lora) if config.lora.on else 0,
             adapter_channels=layer_channels(config.model, config.lora) if config.lora.on else 0.0,
             frozen_bytes=frozen_layer_bytes(config),
+            widens_weights=config.lora.on and config.lora.base == "nf4",
         )
 
     @property
