@@ -99,3 +99,14 @@ def test_the_trace_holds_every_span() -> None:
     assert len(spans) == len(found.spans)
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(1e6 * found.seconds, rel=1e-6)
     assert {event["pid"] for event in events} == set(range(4))
+
+
+def test_a_dense_model_has_no_groups_of_experts() -> None:
+    """Ranks 0 and 9 of tp 8: other tensor groups, and other places in them."""
+    config = resolve(
+        {"model": {"preset": "llama3_8b"}, "parallel": {"tp": 8}, "train": {"global_batch_size": 64}}
+    ).config
+    with pytest.raises(ConfigError, match="never talk to each other"):
+        slow_parts(config, 64, (), ("0-9:3",))
+    _, told = slow_parts(config, 64, (), ("0-8:3",))
+    assert "in a group of dp," in told[0]

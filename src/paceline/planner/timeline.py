@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.ranks import RankOrder
+from paceline.config.ranks import EXPERT_AXES, RankOrder
 from paceline.config.run import RunConfig
 from paceline.costs.pipeline import Action, schedule
 from paceline.costs.stages import cut_stages, stage_costs
@@ -204,6 +204,9 @@ def _span(rank: int, action: Action, start: float, seconds: float, home: Mapping
 # ---- what is slow, from ranks
 
 
+_SPOKEN = {"edp": "the data parallelism of experts (edp)", "dp_shard": "dp", "dp_replicate": "dp"}
+
+
 def slow_parts(config: RunConfig, gpus: int, ranks: Sequence[str], links: Sequence[str]) -> tuple[Slow, list[str]]:
     """(what is slow, sentences that say where it is) from ``RANK:FACTOR`` and ``RANK-RANK:FACTOR``.
 
@@ -211,6 +214,8 @@ def slow_parts(config: RunConfig, gpus: int, ranks: Sequence[str], links: Sequen
         ConfigError: no such rank, or no group in which both are.
     """
     order = RankOrder(parallel=config.parallel, world_size=gpus)
+    # a dense model has no groups of experts, whatever their sizes would be
+    used = [name for name in order.sizes if config.model.is_moe or name not in EXPERT_AXES]
     positions: dict[int, float] = {}
     hops: dict[tuple[int, int], float] = {}
     axes: dict[str, float] = {}
@@ -222,7 +227,7 @@ def slow_parts(config: RunConfig, gpus: int, ranks: Sequence[str], links: Sequen
         told.append(f"rank {rank} is at position {position} of its pipeline: {factor:g} times slower")
     for text in links:
         (first, second), factor = _parsed(text, "--slow-link", 2, gpus)
-        axis = next((name for name in order.sizes if second in order.group(name, first)), None)
+        axis = next((name for name in used if second in order.group(name, first)), None)
         if axis is None or first == second:
             raise ConfigError(
                 f"--slow-link {text}: ranks {first} and {second} never talk to each other",
@@ -237,8 +242,8 @@ def slow_parts(config: RunConfig, gpus: int, ranks: Sequence[str], links: Sequen
         name = {"dp_shard": "dp", "dp_replicate": "dp", "edp": "dp", "etp": "tp"}.get(axis, axis)
         axes[name] = max(factor, axes.get(name, 1.0))
         told.append(
-            f"the link {first}-{second} is in a group of {axis}, which goes as fast as its slowest link (exposed "
-            "communication of that axis is taken to be that many times longer; what is hidden now may show too)"
+            f"the link {first}-{second} is in a group of {_SPOKEN.get(axis, axis)}, which goes as fast as its slowest "
+            "link (exposed communication of that axis is taken to be that many times longer; what is hidden now may show too)"
         )
     return Slow(positions=positions, hops=hops, axes=axes), told
 
