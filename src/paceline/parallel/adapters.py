@@ -15,7 +15,7 @@ summed (`Shard.replicas`).
 
 With tp = 1, where nothing is dropped and rows have no lengths of their own (DoRA), frozen products and pairs are one
 operation: `kernels/lora.py` where the products are plain ones in the dtype that the model computes in, and
-`kernels/lora_fp8.py` where they are in fp8.
+`kernels/lora_fp8.py` where they are in fp8. There a whole gated MLP may be one: `gated_fp8.py`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ With `train.fp8_scaling = "delayed"` inputs and gradients are cast by scales of 
 weights by their own, once a step.
 
 Frozen linears may have low-rank pairs beside them, which are then part of the product (`kernels/lora_fp8.py`).
+With one kernel for casts a gated MLP is one operation (`gated_fp8.py`).
 """
 
 from __future__ import annotations
