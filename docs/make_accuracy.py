@@ -18,7 +18,8 @@ from accuracy_own import own_runs
 from paceline.costs.profiles import find_profile
 from paceline.planner.first_choice import Cell
 from paceline.planner.fit_recipes import RECIPES
-from paceline.planner.published import KERNELS, SOURCES, NotScored, PublishedRun, read_run
+from paceline.planner.published import KERNELS, NotScored, PublishedRun, read_run
+from paceline.planner.run_sources import SOURCES
 from paceline.planner.run_tables import read_rows
 from paceline.planner.scored import Errors
 from paceline.planner.validate import SourceReport, cross_validate, report, score

@@ -24,7 +24,9 @@ from paceline.planner.calibration import (
     read_measured,
 )
 from paceline.planner.machines import find_gpu
-from paceline.planner.published import COLUMNS, NotScored, PublishedRun, Source
+from paceline.planner.published import NotScored, PublishedRun
+from paceline.planner.run_sources import Source
+from paceline.planner.run_tables import COLUMNS
 
 TRUE = replace(PACELINE, gemm_efficiency=0.80, hbm_efficiency=0.5, framework_gib=1.5)
 

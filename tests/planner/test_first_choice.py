@@ -10,7 +10,8 @@ from paceline.config.load import resolve
 from paceline.costs.workload import Cluster, Workload
 from paceline.planner.first_choice import cells
 from paceline.planner.machines import find_gpu
-from paceline.planner.published import PublishedRun, Source
+from paceline.planner.published import PublishedRun
+from paceline.planner.run_sources import Source
 from paceline.planner.scored import Scored
 
 

@@ -31,7 +31,8 @@ from paceline.observe.events import read_events, read_metrics
 from paceline.planner.fit_recipes import RANGES
 from paceline.planner.fitting import demands, fit_memory, fit_times, memory_units
 from paceline.planner.machines import usual_interconnect
-from paceline.planner.published import NotScored, PublishedRun, Source, read_run
+from paceline.planner.published import NotScored, PublishedRun, read_run
+from paceline.planner.run_sources import Source
 from paceline.planner.run_tables import AT, read_tables
 
 _WARM_UP = 2

@@ -243,7 +243,8 @@ def slow_parts(config: RunConfig, gpus: int, ranks: Sequence[str], links: Sequen
         axes[name] = max(factor, axes.get(name, 1.0))
         told.append(
             f"the link {first}-{second} is in a group of {_SPOKEN.get(axis, axis)}, which goes as fast as its slowest "
-            "link (exposed communication of that axis is taken to be that many times longer; what is hidden now may show too)"
+            "link (exposed communication of that axis is taken to be that many times longer; what is hidden now may "
+            "show too)"
         )
     return Slow(positions=positions, hops=hops, axes=axes), told
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from paceline.costs.workload import Workload
 from paceline.planner.calibration import Calibration, calibrate, calibration_text
-from paceline.planner.published import PublishedRun, Source
+from paceline.planner.published import PublishedRun
+from paceline.planner.run_sources import Source
 from paceline.tuner.space import Space
 from paceline.tuner.trial import Trial
 
