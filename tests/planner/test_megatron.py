@@ -130,6 +130,26 @@ def test_what_is_left_off_is_told_with_numbers() -> None:
     assert "18 bytes a parameter in place of 6 + 12 / 8" in told["megatron.distributed-optimizer"].evidence
 
 
+def test_what_contradicts_itself_is_told_beside_a_model_that_cannot_be() -> None:
+    """Two mistakes, and neither hides the other."""
+    experts = "--num-experts 8 --moe-router-topk 9 --bf16 --fp16"
+    with pytest.raises(ConfigError) as told:
+        read_megatron(LINE + experts, gpus=8)
+    assert "moe-router-topk 9" in told.value.subject and "--fp16 and --bf16 are both given" in told.value.evidence
+    with pytest.raises(ConfigError) as told:
+        read_megatron(LINE + "--num-experts 8 --moe-router-topk 9 --tensor-model-parallel-size 2", gpus=8)
+    assert "--num-experts 8 with --tensor-model-parallel-size 2" in told.value.evidence
+
+
+def test_degrees_that_are_named_suit_heads_and_groups() -> None:
+    """Case 76: 28 heads and 4 groups: 7 and 14 divide the heads alone."""
+    line = LINE.replace("--num-attention-heads 16", "").replace("--num-attention-heads 32", "")
+    line += " --num-attention-heads 28 --kv-channels 64 --group-query-attention --num-query-groups 4 "
+    run = read_megatron(line + "--tensor-model-parallel-size 8", gpus=8)
+    heads = next(finding for finding in conflicts(run) if finding.id == "megatron.heads")
+    assert "one of 1, 2, 4, 28;" in heads.next_step
+
+
 def test_attention_is_fused_unless_the_script_says_otherwise() -> None:
     """Transformer Engine is today's default, and picks a fused kernel by itself."""
     assert read_megatron(LINE, gpus=16).work.fused_attention

@@ -22,6 +22,7 @@ from paceline.config.run import RunConfig
 from paceline.costs.workload import Precision, Recompute, Workload
 from paceline.errors import ConfigError
 from paceline.planner.launch_script import Launch, read_launch
+from paceline.planner.megatron_contradictions import contradictions
 from paceline.planner.megatron_flags import Flags, parse_flags
 from paceline.planner.megatron_model import model_fields, padded
 from paceline.planner.megatron_training import optim_fields, run_fields
@@ -257,9 +258,10 @@ def _recipe(flags: Flags, fields: Mapping[str, Any], layout: Layout, gpus: int, 
     try:
         return resolve(tables).config
     except ConfigError as problem:
+        besides = "; ".join(finding.subject for finding in contradictions(flags))
         raise ConfigError(
             f"these flags describe no model that can be built: {_in_flags(problem.subject)}",
-            evidence=_in_flags(problem.evidence),
+            evidence=" ".join(filter(None, (_in_flags(problem.evidence), besides and f"Besides: {besides}."))),
             next_step=_in_flags(problem.next_step),
         ) from problem
 

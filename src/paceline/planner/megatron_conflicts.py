@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from paceline.config.asked import divisors, error, listed
 from paceline.config.schedules import even_layout
 from paceline.planner.megatron import MegatronRun
+from paceline.planner.megatron_contradictions import contradictions
 from paceline.planner.megatron_flags import PASSIVE
 from paceline.planner.megatron_ramp_up import RampUp
 from paceline.report.finding import Finding
@@ -65,7 +66,8 @@ def _ranks(run: MegatronRun) -> Iterator[Finding]:
 def _sizes(run: MegatronRun) -> Iterator[Finding]:
     layout, model, flags = run.layout, run.config.model, run.flags
     if model.num_heads % layout.tp:
-        fit = divisors(model.num_heads)
+        groups = model.kv_heads if model.attention == "gqa" else 1
+        fit = [tp for tp in divisors(model.num_heads) if groups % tp == 0 or tp % groups == 0]
         yield error(
             "megatron.heads",
             f"--tensor-model-parallel-size {layout.tp} does not divide --num-attention-heads {model.num_heads}",
@@ -221,78 +223,13 @@ def _pipeline(run: MegatronRun) -> Iterator[Finding]:
 
 def _switches(run: MegatronRun) -> Iterator[Finding]:
     flags, layout = run.flags, run.layout
-    pairs = (
-        ("fp16", "bf16", "Parameters have one precision.", "Keep --bf16 on Ampere and later."),
-        ("train-iters", "train-samples", "The run's length is given twice.", "Keep one of them."),
-        ("lr-warmup-iters", "lr-warmup-fraction", "The warm-up is given twice.", "Keep one of them."),
-        (
-            "use-torch-fsdp2",
-            "use-distributed-optimizer",
-            "FSDP2 shards the optimizer's state itself; Megatron asserts.",
-            "Drop --use-distributed-optimizer.",
-        ),
-        (
-            "use-torch-fsdp2",
-            "use-megatron-fsdp",
-            "They are two implementations of the same thing.",
-            "Keep one of them.",
-        ),
-        (
-            "recompute-activations",
-            "recompute-granularity",
-            "--recompute-activations is --recompute-granularity selective.",
-            "Keep --recompute-granularity.",
-        ),
-        ("swiglu", "squared-relu", "An MLP has one activation.", "Keep one of them."),
-        ("swiglu", "openai-gelu", "An MLP has one activation.", "Keep one of them."),
-        ("sequence-parallel", "no-async-tensor-model-parallel-allreduce", "", ""),
-    )
-    for first, second, because, step in pairs:
-        if because and flags.on(first) and flags.on(second):
-            yield error("megatron.contradiction", f"--{first} and --{second} are both given", because, step)
+    yield from contradictions(flags)
     if flags.on("use-torch-fsdp2") and layout.pp > 1:
         yield error(
             "megatron.contradiction",
             f"--use-torch-fsdp2 with --pipeline-model-parallel-size {layout.pp}",
             "Megatron's FSDP2 has no pipeline.",
             "Set --pipeline-model-parallel-size 1, or use --use-distributed-optimizer.",
-        )
-    needs = (
-        ("overlap-param-gather", ("use-distributed-optimizer", "use-megatron-fsdp", "use-torch-fsdp2")),
-        ("overlap-param-gather", ("overlap-grad-reduce", "use-megatron-fsdp", "use-torch-fsdp2")),
-        ("fp8-param-gather", ("fp8-format",)),
-        ("group-query-attention", ("num-query-groups",)),
-        ("tp-comm-overlap", ("sequence-parallel",)),
-    )
-    for name, others in needs:
-        if flags.on(name) and not flags.on(*others):
-            yield error(
-                "megatron.contradiction",
-                f"--{name} without --{others[0]}",
-                f"--{name} needs it; Megatron asserts.",
-                f"Add --{others[0]}, or drop --{name}.",
-            )
-    if flags.text("recompute-granularity") == "selective" and flags.on("recompute-method"):
-        yield error(
-            "megatron.contradiction",
-            f"--recompute-granularity selective with --recompute-method {flags.text('recompute-method')}",
-            "Methods (uniform, block) are those of full recomputation.",
-            "Drop --recompute-method, or say --recompute-granularity full.",
-        )
-    if flags.text("recompute-granularity") == "full" and not flags.on("recompute-method"):
-        yield error(
-            "megatron.contradiction",
-            "--recompute-granularity full without --recompute-method",
-            "Megatron asserts that a method (uniform or block) is given.",
-            "Add --recompute-method uniform --recompute-num-layers 1.",
-        )
-    if layout.ep > 1 and layout.tp > 1 and not flags.on("sequence-parallel"):
-        yield error(
-            "megatron.contradiction",
-            f"--expert-model-parallel-size {layout.ep} with --tensor-model-parallel-size {layout.tp} and no "
-            "--sequence-parallel",
-            "Megatron needs sequence parallelism where experts and tensors are both spread.",
-            "Add --sequence-parallel.",
         )
     yield from _attention(run)
 
