@@ -310,3 +310,15 @@ def test_how_rows_of_experts_are_sent_is_read() -> None:
     told = read_megatron(experts + "--moe-token-dispatcher-type flex --overlap-moe-expert-parallel-comm", gpus=16).work
     assert not (plain.dispatcher_permutes or plain.overlaps_experts)
     assert told.dispatcher_permutes and told.overlaps_experts
+
+
+def test_better_flags_can_be_pasted_and_do_what_the_findings_say() -> None:
+    line = LINE + "--tensor-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+    line += "--recompute-num-layers 1 --save ${OUT}/run --tokenizer-model 'a b' --use-distributed-optimizer"
+    run = read_megatron(line, gpus=16)
+    cluster, _ = make_cluster(find_gpu("H100-80"), 16)
+    better = same_layout(run, cluster)
+    assert better.work.recompute == "none" and "--recompute-granularity" not in better.flags
+    assert better.estimate.seconds < 0.9 * predict(run.work, cluster, MEGATRON).seconds
+    # a shell fills in what the script left open, and nothing else is split
+    assert '--save "${OUT}/run"' in better.command() and "--tokenizer-model 'a b'" in better.command()

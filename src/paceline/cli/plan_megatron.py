@@ -207,7 +207,7 @@ def _predicted(rows: Sequence[tuple[str, Workload, StepEstimate]], cluster: Clus
                 units.count(found.tokens_per_second_per_gpu),
                 f"{found.tflops_per_gpu:.0f}",
                 "" if found.mfu is None else units.percent(found.mfu),
-                f"{found.memory_gib:.1f}",
+                f"{found.memory_gib:.1f}" + " !" * (found.fits and found.tight),
                 "yes" if found.fits else "no",
                 units.percent(found.bubble),
                 units.percent(found.exposed_communication),
@@ -219,6 +219,7 @@ def _predicted(rows: Sequence[tuple[str, Workload, StepEstimate]], cluster: Clus
         title=f"Megatron-LM on {cluster.name}, predicted",
         notes=(
             f"MFU and TFLOP/s: {rows[0][2].convention}.",
+            *(["! tight: above 80 % of what the driver leaves."] if any(" !" in row[6] for row in cells) else []),
             f"{units.size(cluster.gpu.memory_bytes)} a card. What overlap that is left off costs is in the findings.",
         ),
     )

@@ -37,13 +37,29 @@ class Better:
             if word.startswith("--"):
                 lines.append(word)
             else:
-                lines[-1] += f" {shlex.quote(word)}"
+                lines[-1] += f" {_quoted(word)}"
         return " \\\n".join(lines)
 
 
+def _quoted(word: str) -> str:
+    """For a shell. What it is to fill in stays as it is: a variable that nothing in the script sets."""
+    if "$" not in word:
+        return shlex.quote(word)
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`")
+    return f'"{escaped}"'
+
+
 def same_layout(run: MegatronRun, cluster: Cluster, profile: Profile = MEGATRON) -> Better:
-    """The layout as it is, with what the flags leave off."""
-    return _better(run, cluster, {}, run.work, profile)
+    """The layout as it is, with what the flags leave off, and no more recomputed than it takes to fit."""
+    whole = _better(run, cluster, {}, run.work, profile)
+    if run.work.recompute != "full":
+        return whole
+    for mode in ("none", "selective"):
+        work = replace(run.work, recompute=mode, recompute_modules=())
+        less = _better(run, cluster, _recompute_flags(mode), work, profile)
+        if less.estimate.fits and less.estimate.seconds < whole.estimate.seconds:
+            return less
+    return whole
 
 
 def best_layout(run: MegatronRun, cluster: Cluster, profile: Profile = MEGATRON) -> Better | None:
