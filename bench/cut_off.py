@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,18 @@ def saying(kept: Callable[[], str]) -> Iterator[None]:
         code = cut.code if isinstance(cut, CutOff) else 128 + signal.SIGINT
         print(f"\ncut off: {kept()}", file=sys.stderr, flush=True)
         sys.exit(code)
+
+
+@contextlib.contextmanager
+def for_a_pipe() -> Iterator[None]:
+    """Prints that are many: who reads them may leave early (`| head`), which ends the script without a word."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def run(main: Callable[[], int | None], kept: str = NOTHING) -> None:

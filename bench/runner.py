@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from cut_off import ending_on_signals, saying
+from cut_off import ending_on_signals, for_a_pipe, saying
 from jobs import Job
 from ranks import Ranks, sharing_one_gpu
 from results import OWN, SHARED, DamagedFileError, OtherMachineError, Results
@@ -307,8 +307,9 @@ def main(bench: Bench, description: str | None) -> None:
         bench = bench.one_gpu
     if "list" in options.parts:
         # an entry that is in two parts comes once, as it is measured
-        for job in {job.key: job for part in bench.parts for job in bench.jobs_of(part)}.values():
-            print(f"{job.key:32} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
+        with for_a_pipe():
+            for job in {job.key: job for part in bench.parts for job in bench.jobs_of(part)}.values():
+                print(f"{job.key:32} {job.processes} GPU {job.estimate:3.0f} s {job.recipe} {' '.join(job.sets)}")
         return
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}: at least 1")

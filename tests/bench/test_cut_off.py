@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -56,3 +57,10 @@ def test_a_script_that_ends_by_itself(answer: int | None, code: int) -> None:
     with pytest.raises(SystemExit) as ended:
         cut_off.run(lambda: answer)
     assert (ended.value.code or 0) == code
+
+
+def test_a_reader_that_leaves_early_ends_the_list_without_a_word() -> None:
+    command = f"{shlex.quote(sys.executable)} {BENCH / 'tune.py'} list | head -1; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert found.stdout.count("\n") == 1 and found.stderr == ""
+    assert found.returncode in (0, 128 + signal.SIGPIPE)
